@@ -1,0 +1,127 @@
+"""Checkpoints taken during a pass: at the offsets a row asks for, and at its end."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from rcache import checkpoints as ckpt
+from rcache import pages as paging
+from rcache import pool as pools
+from rcache.batch import Rows
+from rcache.checkpoints import Checkpoints
+from rcache.config import Config
+from rcache.pool import NONE
+from rcache.table import Counters, Table
+
+
+@struct.dataclass
+class _Round:
+    """One capture of every row that wants one."""
+
+    wanted: jax.Array  # bool[B]
+    offset: jax.Array  # i32[B]: tokens of the pass folded in
+    end_slot: jax.Array | None  # i32[B]: the slot to share, at the end of the pass; None: a slot of its own
+
+
+def capture(table: Table, rows: Rows, write_slots: jax.Array, config: Config) -> tuple[Table, jax.Array]:
+    """Takes the checkpoints of a pass whose slots and pages are planned already.
+
+    Returns the table and, for each requested offset, the slot its state goes to: i32[B, C], NONE for nowhere.
+    """
+    num_requests = rows.captures.shape[1]
+    nowhere = jnp.full(rows.captures.shape, NONE, jnp.int32)
+    if not config.num_checkpoints:
+        return table, nowhere
+    taker = _Taker(table, rows, config)
+    requested = [
+        taker.take(_Round((rows.captures[:, c] >= 0) & (rows.captures[:, c] < rows.lengths), rows.captures[:, c], None))
+        for c in range(num_requests)
+    ]
+    end = rows.ends - 1
+    due = ckpt.is_due(taker.kept, end, config.checkpoints)
+    asked = jnp.any(rows.captures == rows.lengths[:, None], axis=1)
+    taker.take(_Round(rows.active & (due | asked), rows.lengths, write_slots))
+    return taker.table(), jnp.stack(requested, axis=1) if requested else nowhere
+
+
+class _Taker:
+    """Working copies of what captures change: the rows' checkpoints and the pools."""
+
+    def __init__(self, table: Table, rows: Rows, config: Config) -> None:
+        self._before, self._rows, self._config = table, rows, config
+        self._approximate = table.approximate.at[rows.index].get(mode="fill", fill_value=False)
+        self._slot_pool = table.slot_pool
+        self._page_pools = [t.pool for t in table.page_tables]
+        self._counters = table.counters
+        self.kept: Checkpoints = jax.tree.map(
+            lambda values: values.at[rows.index].get(mode="fill", fill_value=NONE), table.checkpoints
+        )
+        self.kept = self.kept.replace(flags=jnp.where(self.kept.positions >= 0, self.kept.flags, 0))
+
+    def take(self, wish: _Round) -> jax.Array:
+        """One round. Returns the slot each row's checkpoint got: i32[B], NONE where none was taken."""
+        policy, rows = self._config.checkpoints, self._rows
+        position = rows.starts + wish.offset - 1
+        extra = ckpt.is_extra(self.kept, position, policy)
+        full = self.kept.count == policy.count
+        dropped = jnp.where(full & wish.wanted, ckpt.victim(self.kept), jnp.int32(NONE))
+        batch = jnp.arange(position.shape[0])
+        victim_slots = jnp.where(dropped >= 0, self.kept.slots[batch, jnp.maximum(dropped, 0)], jnp.int32(NONE))
+        taken = wish.wanted
+        if wish.end_slot is None:
+            holders = self._slot_pool.ref_count.at[pools.drop_none(victim_slots, self._slot_pool.capacity)]
+            needs_another = wish.wanted & (holders.get(mode="fill", fill_value=0) != 1)
+            rank = jnp.cumsum(needs_another, dtype=jnp.int32) - 1
+            taken &= ~needs_another | (rank < self._slot_pool.num_free)
+        dropped = jnp.where(taken, dropped, jnp.int32(NONE))
+        self._slot_pool = pools.release(self._slot_pool, jnp.where(taken, victim_slots, jnp.int32(NONE)))
+        if wish.end_slot is None:
+            self._slot_pool, slots = pools.allocate(self._slot_pool, taken)
+        else:
+            slots = jnp.where(taken, wish.end_slot, jnp.int32(NONE))
+            self._slot_pool = pools.share(self._slot_pool, slots)
+        flags = jnp.where(extra, ckpt.EXTRA, 0) | jnp.where(self._approximate, ckpt.APPROXIMATE, 0)
+        added = Checkpoints(
+            positions=position[:, None],
+            slots=slots[:, None],
+            flags=flags.astype(jnp.int32)[:, None],
+            pages=tuple(pages[:, None] for pages in self._window_pages(position + 1, taken)),
+        )
+        for g, pages in enumerate(self.kept.pages):
+            leaving = jnp.where((dropped >= 0)[:, None], pages[batch, jnp.maximum(dropped, 0)], jnp.int32(NONE))
+            pool = pools.share(self._page_pools[g], added.pages[g])
+            self._page_pools[g] = paging.release_rows(pool, leaving)
+        self.kept = ckpt.replace(self.kept, taken, dropped, added)
+        count = lambda mask: jnp.sum(mask, dtype=jnp.int32)  # noqa: E731
+        self._counters = Counters(
+            captures=self._counters.captures + count(taken),
+            captures_skipped=self._counters.captures_skipped + count(wish.wanted & ~taken),
+            evictions=self._counters.evictions,
+        )
+        return slots
+
+    def _window_pages(self, lengths: jax.Array, taken: jax.Array) -> list[jax.Array]:
+        pages = []
+        for page_table, group in zip(self._before.page_tables, self._config.page_groups, strict=True):
+            if group.checkpoint_pages:
+                window = paging.window_pages(
+                    page_table.pages, self._rows.index, lengths, group, self._config.page_size
+                )
+            else:
+                window = jnp.zeros((lengths.shape[0], 0), jnp.int32)
+            pages.append(jnp.where(taken[:, None], window, jnp.int32(NONE)))
+        return pages
+
+    def table(self) -> Table:
+        """The table with the captures in it."""
+        put = lambda values, rows: values.at[self._rows.index].set(rows, mode="drop")  # noqa: E731
+        return self._before.replace(
+            slot_pool=self._slot_pool,
+            checkpoints=jax.tree.map(put, self._before.checkpoints, self.kept),
+            page_tables=tuple(
+                t.replace(pool=pool) for t, pool in zip(self._before.page_tables, self._page_pools, strict=True)
+            ),
+            counters=self._counters,
+        )

@@ -1,0 +1,142 @@
+"""Planning one forward pass: which tokens, which slots and pages to read and write, which checkpoints to take.
+
+`start_forward` does all the bookkeeping of a pass at once, before any payload moves, and either all of it or none.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from rcache import captures as capturing
+from rcache import pages as paging
+from rcache import pool as pools
+from rcache import room, rows as batch_rows
+from rcache.batch import Batch, Rows
+from rcache.cache import Cache
+from rcache.config import Config
+from rcache.pages import PagePlan
+from rcache.pool import NONE
+from rcache.status import Status, first_error
+from rcache.table import Table
+
+
+@struct.dataclass
+class Forward:
+    """The plan of one pass over `B` rows of `T` tokens. Rows of padding, and all rows of a refused pass, have length 0.
+
+    A state is read from `read_slots` and written to `write_slots`, so that what is shared is never overwritten and
+    nothing is ever copied for it.
+    """
+
+    sequences: jax.Array  # i32[B]; -1: padding
+    starts: jax.Array  # i32[B]: tokens the sequence held before this pass
+    lengths: jax.Array  # i32[B]: tokens of this pass
+    positions: jax.Array  # i32[B, T]; 0 for padding
+    token_mask: jax.Array  # bool[B, T]: real tokens
+    read_slots: jax.Array  # i32[B]; -1: the state is zero
+    write_slots: jax.Array  # i32[B]; -1: nothing is written
+    capture_offsets: jax.Array  # i32[B, C]: tokens of this pass folded into a requested capture; -1: none
+    capture_slots: jax.Array  # i32[B, C]: where such a state goes; -1: nowhere (the end of the pass needs no copy)
+    bidirectional: jax.Array  # i32[B, T]: tokens of equal id >= 0 see each other
+    pages: tuple[PagePlan, ...]  # one for each page group
+    config: Config = struct.field(pytree_node=False)
+
+
+def start_forward(cache: Cache, batch: Batch, *, context: int | None = None) -> tuple[Cache, Forward, jax.Array]:
+    """Plans a pass: the sequences of `batch` grow by its tokens.
+
+    Args:
+      cache: the cache.
+      batch: which tokens of which sequences.
+      context: how many tokens of a sequence attention may look at, this pass included: a static bucket, so that short
+        sequences need not pay for `config.context_length`.
+
+    Returns:
+      The cache with the sequences grown, the plan for the layers, and a status i32[]: BATCH_TOO_LARGE,
+      SEQUENCE_OUT_OF_RANGE, DUPLICATE_SEQUENCE, LENGTH_OUT_OF_RANGE, POSITION_MISMATCH, CONTEXT_OVERFLOW,
+      CAPTURES_INVALID, SLOTS_FULL, PAGES_FULL or OK. If it is not OK, the cache is the one given, and the plan lets the
+      layers run without touching anything.
+
+    Raises:
+      ValueError: more rows than `max_sequences`, more tokens than `max_pass_tokens`, or `context` out of range.
+    """
+    config = cache.config
+    num_rows, num_tokens = batch.positions.shape
+    if num_rows > config.max_sequences:
+        raise ValueError(f"the batch has {num_rows} rows, but Config.max_sequences is {config.max_sequences}")
+    if num_tokens > (config.max_pass_tokens or 0):
+        raise ValueError(f"the batch has rows of {num_tokens} tokens, but Config.max_pass_tokens is "
+                         f"{config.max_pass_tokens}")
+    if context is None:
+        context = config.context_length
+    if not 1 <= context <= config.context_length:
+        raise ValueError(f"context must be in 1 .. context_length = {config.context_length}, got {context}")
+    table, forward, status = _start_forward(cache.table, batch, config, context)
+    return cache.replace(table=table), forward, status
+
+
+@partial(jax.jit, static_argnames=("config", "context"))
+def _start_forward(table: Table, batch: Batch, config: Config, context: int) -> tuple[Table, Forward, jax.Array]:
+    status = batch_rows.check(table, batch, config, context)
+    rows = batch_rows.resolve(table, batch, status == Status.OK)
+    roomy = room.make_room(room.trim(table, rows, config), rows, config)
+    slots_short, pages_short = room.shortage(roomy, rows, config)
+    no_room = first_error((slots_short, Status.SLOTS_FULL), (pages_short, Status.PAGES_FULL))
+    status = jnp.where(status != Status.OK, status, no_room)
+    ok = status == Status.OK
+    table = roomy.replace(page_tables=room.take_if(ok, roomy.page_tables, table.page_tables, config))
+
+    # From here on nothing can fail.
+    rows = batch_rows.resolve(table, batch, ok)
+    table, read_slots, write_slots = _take_slots(table, rows, config)
+    table, copies = _take_pages(table, rows, config)
+    table, capture_slots = capturing.capture(table, rows, write_slots, config)
+    table = table.replace(lengths=table.lengths.at[rows.index].set(rows.ends, mode="drop"))
+
+    offsets = jnp.arange(rows.num_tokens, dtype=jnp.int32)
+    positions = jnp.where(rows.token_mask, rows.starts[:, None] + offsets[None, :], 0)
+    forward = Forward(
+        sequences=jnp.where(rows.active, batch.sequences, jnp.int32(NONE)),
+        starts=rows.starts,
+        lengths=rows.lengths,
+        positions=positions,
+        token_mask=rows.token_mask,
+        read_slots=read_slots,
+        write_slots=write_slots,
+        capture_offsets=rows.captures,
+        capture_slots=capture_slots,
+        bidirectional=jnp.where(rows.token_mask, batch.bidirectional, jnp.int32(NONE)),
+        pages=tuple(
+            paging.plan(t, group, rows, positions, copy, config.page_size, context)
+            for t, group, copy in zip(table.page_tables, config.page_groups, copies, strict=True)
+        ),
+        config=config,
+    )
+    return table, forward, status
+
+
+def _take_slots(table: Table, rows: Rows, config: Config) -> tuple[Table, jax.Array, jax.Array]:
+    """The slots rows read and write: i32[B] each."""
+    held = table.slots.at[rows.index].get(mode="fill", fill_value=NONE)
+    if not config.has_states:
+        return table, held, held
+    leaves = room.leaves_slot(table, rows)
+    pool, ids = pools.allocate(table.slot_pool, leaves)
+    pool = pools.release(pool, jnp.where(leaves, held, jnp.int32(NONE)))
+    write_slots = jnp.where(leaves, ids, held)
+    slots = table.slots.at[rows.index].set(write_slots, mode="drop")
+    return table.replace(slots=slots, slot_pool=pool), held, write_slots
+
+
+def _take_pages(table: Table, rows: Rows, config: Config) -> tuple[Table, list[tuple[jax.Array, jax.Array]]]:
+    """The pages rows grow into, and for each page group which page each row copies where: i32[B], i32[B]."""
+    page_tables, copies = [], []
+    for page_table in table.page_tables:
+        extended, copy_from, copy_to = paging.extend(page_table, rows, config.page_size)
+        page_tables.append(extended)
+        copies.append((copy_from, copy_to))
+    return table.replace(page_tables=tuple(page_tables)), copies

@@ -1,0 +1,106 @@
+"""What the payloads of both pools share: finding a layer's row, and writing rows of large arrays in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from rcache.cache import Cache
+from rcache.forward import Forward
+
+
+def check_same_config(cache: Cache, forward: Forward) -> None:
+    """Refuses a plan made for a cache of another config."""
+    if forward.config != cache.config:
+        raise ValueError("this Forward was planned for a cache of another config: call start_forward on this cache")
+
+
+def example_layer(
+    what: str, having: Sequence[int], kinds: set, layer: int | jax.Array, like: int | None, num_layers: int
+) -> int:
+    """A static layer index that has what `layer` has: `layer` itself, or `like` where it is traced."""
+    if not isinstance(layer, jax.core.Tracer):
+        layer = int(layer)
+        if not 0 <= layer < num_layers:
+            raise ValueError(f"layer must be in 0 .. {num_layers - 1}, got {layer}")
+        if layer not in having:
+            raise ValueError(f"layer {layer} has no {what}: layers {list(having)} do")
+        return layer
+    if like is None and len(kinds) == 1:
+        return having[0]
+    if like not in having:
+        raise ValueError(f"layer is traced and layers differ: give like=, one layer with {what} it may be, got {like}")
+    assert like is not None
+    return like
+
+
+def row_of_layer(layers: tuple[int, ...], layer: int | jax.Array) -> jax.Array:
+    """Where `layer` stands in its group's payload: i32[]."""
+    if isinstance(layer, jax.core.Tracer):
+        return jnp.searchsorted(jnp.asarray(np.array(layers, np.int32)), layer.astype(jnp.int32)).astype(jnp.int32)
+    return jnp.int32(layers.index(int(layer)))
+
+
+def write_rows(buffer: jax.Array, row: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
+    """`buffer` [L, S, ...] with `values` [n, ...] at `[row, slots]`; NONE writes nowhere. Slots do not repeat."""
+    tail = (jnp.int32(0),) * (buffer.ndim - 2)
+
+    def scatter(buffer: jax.Array, row: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
+        return buffer.at[row, _past_the_end(slots, buffer.shape[1])].set(values, mode="drop")
+
+    def slices(buffer: jax.Array, row: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
+        values = values.reshape(-1, 1, 1, *buffer.shape[2:])
+        return _write_slices(buffer, slots, values, lambda i: (row, jnp.maximum(slots[i], 0), *tail))
+
+    if slots.shape[0] == 0:
+        return buffer
+    return lax.platform_dependent(buffer, row, slots, values, cpu=slices, default=scatter)
+
+
+def write_tokens(
+    buffer: jax.Array, row: jax.Array, pages: jax.Array, offsets: jax.Array, values: jax.Array
+) -> jax.Array:
+    """`buffer` [H, L, P, page_size, D] with `values` [n, H, D] at `[:, row, pages, offsets]`; NONE writes nowhere."""
+    zero = jnp.int32(0)
+
+    def scatter(
+        buffer: jax.Array, row: jax.Array, pages: jax.Array, offsets: jax.Array, values: jax.Array
+    ) -> jax.Array:
+        where = _past_the_end(pages, buffer.shape[2])
+        return buffer.at[:, row, where, offsets].set(values.swapaxes(0, 1), mode="drop")
+
+    def slices(
+        buffer: jax.Array, row: jax.Array, pages: jax.Array, offsets: jax.Array, values: jax.Array
+    ) -> jax.Array:
+        values = values[:, :, None, None, None, :]
+        return _write_slices(
+            buffer, pages, values, lambda i: (zero, row, jnp.maximum(pages[i], 0), offsets[i], zero)
+        )
+
+    if pages.shape[0] == 0:
+        return buffer
+    return lax.platform_dependent(buffer, row, pages, offsets, values, cpu=slices, default=scatter)
+
+
+def _past_the_end(ids: jax.Array, size: int) -> jax.Array:
+    return jnp.where(ids >= 0, ids, jnp.int32(size))
+
+
+def _write_slices(
+    buffer: jax.Array, ids: jax.Array, values: jax.Array, start: Callable[[jax.Array], tuple[jax.Array, ...]]
+) -> jax.Array:
+    """Writes `values[i]` at `start(i)` where `ids[i]` is not NONE, one slice after another.
+
+    On CPU this is in place and moves a slice at once, where a scatter works element by element.
+    """
+
+    def write(i: jax.Array, buffer: jax.Array) -> jax.Array:
+        value = lax.dynamic_index_in_dim(values, i, keepdims=False)
+        there = lax.dynamic_slice(buffer, start(i), value.shape)
+        return lax.dynamic_update_slice(buffer, jnp.where(ids[i] >= 0, value, there), start(i))
+
+    return lax.fori_loop(0, ids.shape[0], write, buffer)

@@ -1,0 +1,99 @@
+"""Ids with reference counts and a stack of free ones. State slots are one pool, the pages of each page group another.
+
+An id nobody holds is `NONE`. `NONE` is never used as an index: it maps to the size of the array, where writes are
+dropped (-1 would be the last element).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+NONE = -1
+
+
+@struct.dataclass
+class Pool:
+    """`C` ids. Ids in `free[:num_free]` have no holder; the rest of `free` is NONE."""
+
+    ref_count: jax.Array  # i32[C]
+    free: jax.Array  # i32[C]
+    num_free: jax.Array  # i32[]
+
+    @property
+    def capacity(self) -> int:
+        return self.ref_count.shape[0]
+
+
+def init(capacity: int) -> Pool:
+    """A pool with every id free; they are handed out from 0 upwards."""
+    return Pool(
+        ref_count=jnp.zeros(capacity, jnp.int32),
+        free=jnp.arange(capacity - 1, -1, -1, dtype=jnp.int32),
+        num_free=jnp.array(capacity, jnp.int32),
+    )
+
+
+def drop_none(ids: jax.Array, size: int, wanted: jax.Array | bool = True) -> jax.Array:
+    """`ids` as indices for `mode="drop"`: NONE and unwanted ones point past the end."""
+    return jnp.where((ids >= 0) & wanted, ids, jnp.int32(size))
+
+
+def first_occurrence(ids: jax.Array) -> jax.Array:
+    """bool[n]: no earlier element of `ids` i32[n] is equal."""
+    n = ids.shape[0]
+    earlier = jnp.tril(jnp.ones((n, n), bool), -1)
+    return ~jnp.any((ids[:, None] == ids[None, :]) & earlier, axis=1)
+
+
+def allocate(pool: Pool, wanted: jax.Array) -> tuple[Pool, jax.Array]:
+    """Takes one id for each True of `wanted` bool[n], which must be at most `num_free`. Ids are NONE elsewhere."""
+    rank = jnp.cumsum(wanted, dtype=jnp.int32) - 1
+    taken = pool.num_free - 1 - rank
+    where = drop_none(taken, pool.capacity, wanted)
+    ids = jnp.where(wanted, pool.free.at[where].get(mode="fill", fill_value=NONE), jnp.int32(NONE))
+    return pool.replace(
+        ref_count=pool.ref_count.at[drop_none(ids, pool.capacity)].set(1, mode="drop"),
+        free=pool.free.at[where].set(NONE, mode="drop"),
+        num_free=pool.num_free - jnp.sum(wanted, dtype=jnp.int32),
+    ), ids
+
+
+def share(pool: Pool, ids: jax.Array) -> Pool:
+    """One more holder for each of `ids` i32[...]; NONE is skipped."""
+    ids = ids.reshape(-1)
+    return pool.replace(ref_count=pool.ref_count.at[drop_none(ids, pool.capacity)].add(1, mode="drop"))
+
+
+def release(pool: Pool, ids: jax.Array, *, unique: bool = False) -> Pool:
+    """One holder less for each of `ids` i32[...]; those left without a holder become free.
+
+    `unique`: no id occurs twice; saves finding out.
+    """
+    ids = ids.reshape(-1)
+    where = drop_none(ids, pool.capacity)
+    ref_count = pool.ref_count.at[where].add(-1, mode="drop")
+    freed = ref_count.at[where].get(mode="fill", fill_value=1) == 0
+    if not unique:
+        freed &= first_occurrence(ids)
+    rank = jnp.cumsum(freed, dtype=jnp.int32) - 1
+    return Pool(
+        ref_count=ref_count,
+        free=pool.free.at[drop_none(pool.num_free + rank, pool.capacity, freed)].set(ids, mode="drop"),
+        num_free=pool.num_free + jnp.sum(freed, dtype=jnp.int32),
+    )
+
+
+def must_leave(pool: Pool, ids: jax.Array) -> jax.Array:
+    """Which holders `ids` i32[B] of shared ids must take another one before they write: bool[B].
+
+    A holder stays if it is the only one, or the last of several in `ids` with nobody else: then all others have read
+    before it writes, in whatever order rows are worked through.
+    """
+    valid = ids >= 0
+    same = ids[:, None] == ids[None, :]
+    holders_here = jnp.sum(same, axis=1, dtype=jnp.int32)
+    last = jnp.flip(first_occurrence(jnp.flip(ids)))
+    holders = pool.ref_count.at[drop_none(ids, pool.capacity)].get(mode="fill", fill_value=0)
+    return valid & ~(last & (holders == holders_here))

@@ -1,0 +1,85 @@
+"""Room for a pass: pages behind the windows are released, and checkpoints give way to live sequences."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rcache import checkpoints as ckpt
+from rcache import pages as paging
+from rcache import pool as pools
+from rcache.batch import Rows
+from rcache.config import Config
+from rcache.pages import PageTable
+from rcache.pool import NONE
+from rcache.table import Table
+
+
+def trim(table: Table, rows: Rows, config: Config) -> Table:
+    """Releases the pages that lie more than their group's memory before the rows."""
+    return table.replace(
+        page_tables=tuple(
+            paging.trim(page_table, group, rows.index, rows.starts, config.page_size)
+            for page_table, group in zip(table.page_tables, config.page_groups, strict=True)
+        )
+    )
+
+
+def leaves_slot(table: Table, rows: Rows) -> jax.Array:
+    """Which rows need a slot: those of new sequences, and those that share theirs: bool[B]."""
+    held = table.slots.at[rows.index].get(mode="fill", fill_value=NONE)
+    return (rows.active & (held < 0)) | pools.must_leave(table.slot_pool, held)
+
+
+def shortage(table: Table, rows: Rows, config: Config) -> tuple[jax.Array, jax.Array]:
+    """Whether too few slots, and too few pages of any group, are free for the rows: bool[], bool[]."""
+    slots_short = jnp.zeros((), bool)
+    if config.has_states:
+        slots_short = jnp.sum(leaves_slot(table, rows), dtype=jnp.int32) > table.slot_pool.num_free
+    pages_short = jnp.zeros((), bool)
+    for page_table in table.page_tables:
+        pages_short |= paging.shortage(page_table, rows, config.page_size)
+    return slots_short, pages_short
+
+
+def make_room(table: Table, rows: Rows, config: Config) -> Table:
+    """Gives up checkpoints until the rows fit. If they would not fit without any, the table stays as it is."""
+    if not config.num_checkpoints:
+        return table
+
+    def is_short(t: Table) -> jax.Array:
+        slots_short, pages_short = shortage(t, rows, config)
+        return slots_short | pages_short
+
+    def relieve(t: Table) -> Table:
+        relieved = lax.while_loop(lambda t: is_short(t) & jnp.any(t.checkpoints.positions >= 0), _evict, t)
+        return lax.cond(is_short(relieved), lambda: t, lambda: relieved)
+
+    return lax.cond(is_short(table), relieve, lambda t: t, table)
+
+
+def _evict(table: Table) -> Table:
+    """The sequence with the most checkpoints gives up its lowest one."""
+    kept = table.checkpoints
+    sequence = jnp.argmax(kept.count)
+    one = jax.tree.map(lambda values: values[sequence], kept)
+    rest = ckpt.select(jnp.arange(kept.positions.shape[1]) > 0, one)
+    rest = rest.replace(flags=jnp.where(rest.positions >= 0, rest.flags, 0))
+    return table.replace(
+        slot_pool=pools.release(table.slot_pool, one.slots[:1], unique=True),
+        checkpoints=jax.tree.map(lambda values, row: values.at[sequence].set(row), kept, rest),
+        page_tables=tuple(
+            t.replace(pool=pools.release(t.pool, pages[0], unique=True))
+            for t, pages in zip(table.page_tables, one.pages, strict=True)
+        ),
+        counters=table.counters.replace(evictions=table.counters.evictions + 1),
+    )
+
+
+def take_if(ok: jax.Array, new: tuple[PageTable, ...], old: tuple[PageTable, ...], config: Config) -> tuple:
+    """`new` where `ok` bool[], for the page groups that `trim` and `make_room` change; the others are the same."""
+    return tuple(
+        jax.tree.map(lambda n, o: jnp.where(ok, n, o), n, o) if group.memory is not None else o
+        for n, o, group in zip(new, old, config.page_groups, strict=True)
+    )

@@ -1,0 +1,63 @@
+"""The rows of a batch held against the table: are they in order, and which sequences grow from where to where."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from rcache import pool as pools
+from rcache.batch import Batch, Rows
+from rcache.config import Config
+from rcache.pool import NONE
+from rcache.status import Status, first_error
+from rcache.table import Table
+
+
+def resolve(table: Table, batch: Batch, ok: jax.Array) -> Rows:
+    """The rows of `batch`, all inactive unless `ok` bool[]."""
+    active = (batch.sequences >= 0) & (batch.lengths > 0) & ok
+    index = pools.drop_none(batch.sequences, table.lengths.shape[0], active)
+    lengths = jnp.where(active, batch.lengths, 0)
+    return Rows(
+        active=active,
+        index=index,
+        starts=table.lengths.at[index].get(mode="fill", fill_value=0),
+        lengths=lengths,
+        token_mask=jnp.arange(batch.positions.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None],
+        captures=jnp.where(active[:, None], batch.captures, jnp.int32(NONE)),
+    )
+
+
+def check(table: Table, batch: Batch, config: Config, context: int) -> jax.Array:
+    """Status i32[] of everything that can be wrong with a batch but the room for it."""
+    is_row = batch.sequences != -1
+    num_tokens = batch.positions.shape[1]
+    starts = table.lengths.at[pools.drop_none(batch.sequences, config.max_sequences)].get(mode="fill", fill_value=0)
+    offsets = jnp.arange(num_tokens, dtype=jnp.int32)[None, :]
+    token_mask = is_row[:, None] & (offsets < batch.lengths[:, None])
+    unknown = is_row & ((batch.sequences < 0) | (batch.sequences >= config.max_sequences))
+    elsewhere = (batch.positions != -1) & (batch.positions != starts[:, None] + offsets)
+    return jnp.where(
+        batch.status != Status.OK,
+        batch.status,
+        first_error(
+            (jnp.any(unknown), Status.SEQUENCE_OUT_OF_RANGE),
+            (jnp.any(is_row & ~pools.first_occurrence(batch.sequences)), Status.DUPLICATE_SEQUENCE),
+            (
+                jnp.any(is_row & ((batch.lengths < 0) | (batch.lengths > num_tokens))),
+                Status.LENGTH_OUT_OF_RANGE,
+            ),
+            (jnp.any(token_mask & elsewhere), Status.POSITION_MISMATCH),
+            (jnp.any(is_row & (starts + batch.lengths > context)), Status.CONTEXT_OVERFLOW),
+            (jnp.any(is_row & _captures_invalid(batch)), Status.CAPTURES_INVALID),
+        ),
+    )
+
+
+def _captures_invalid(batch: Batch) -> jax.Array:
+    """bool[B]: offsets that do not ascend within 1 .. length, or follow a -1."""
+    offsets = batch.captures
+    given = offsets != -1
+    outside = given & ((offsets < 1) | (offsets > batch.lengths[:, None]))
+    unordered = given[:, 1:] & (~given[:, :-1] | (offsets[:, 1:] <= offsets[:, :-1]))
+    return jnp.any(outside, axis=1) | jnp.any(unordered, axis=1)
