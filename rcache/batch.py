@@ -13,8 +13,7 @@ from rcache.pool import first_occurrence
 from rcache.status import Status
 
 
-@struct.dataclass
-class Batch:
+class Batch(struct.PyTreeNode):
     """`B` rows of up to `T` tokens, each row the next tokens of one sequence."""
 
     sequences: jax.Array  # i32[B]; -1: a row of padding
@@ -25,8 +24,7 @@ class Batch:
     status: jax.Array  # i32[]: OK, or why these rows are not the batch that was asked for
 
 
-@struct.dataclass
-class Rows:
+class Rows(struct.PyTreeNode):
     """Rows that run. Inactive ones (padding, no tokens, a refused batch) have index N, start 0 and length 0."""
 
     active: jax.Array  # bool[B]
@@ -97,9 +95,7 @@ def make_batch(
     return batch
 
 
-def flat_batch(
-    sequences: Any, positions: Any, *, num_rows: int, num_tokens: int
-) -> tuple[Batch, jax.Array, jax.Array]:
+def flat_batch(sequences: Any, positions: Any, *, num_rows: int, num_tokens: int) -> tuple[Batch, jax.Array, jax.Array]:
     """A batch from a flat list of tokens; those of one sequence are in order, sequences interleave in any way.
 
     Args:

@@ -6,14 +6,12 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from rcache import checkpoints as ckpt
-from rcache import table as tables
+from rcache import checkpoints as ckpt, table as tables
 from rcache.config import Config
 from rcache.table import Counters, Table
 
 
-@struct.dataclass
-class Cache:
+class Cache(struct.PyTreeNode):
     """What a model remembers of `N` sequences. Immutable: every operation returns a new one.
 
     `states[key]` is `[L, S, *shape]`; `keys[key]` and `values[key]` are `[H, L, P, page_size, D]`. With heads outside

@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from rcache import checkpoints as ckpt
-from rcache import pages as paging
-from rcache import pool as pools
+from rcache import checkpoints as ckpt, pages as paging, pool as pools
 from rcache.batch import Rows
 from rcache.checkpoints import Checkpoints
 from rcache.config import Config
@@ -16,8 +14,7 @@ from rcache.pool import NONE
 from rcache.table import Counters, Table
 
 
-@struct.dataclass
-class _Round:
+class _Round(struct.PyTreeNode):
     """One capture of every row that wants one."""
 
     wanted: jax.Array  # bool[B]
@@ -106,9 +103,7 @@ class _Taker:
         pages = []
         for page_table, group in zip(self._before.page_tables, self._config.page_groups, strict=True):
             if group.checkpoint_pages:
-                window = paging.window_pages(
-                    page_table.pages, self._rows.index, lengths, group, self._config.page_size
-                )
+                window = paging.window_pages(page_table.pages, self._rows.index, lengths, group, self._config.page_size)
             else:
                 window = jnp.zeros((lengths.shape[0], 0), jnp.int32)
             pages.append(jnp.where(taken[:, None], window, jnp.int32(NONE)))

@@ -15,8 +15,7 @@ EXTRA = 2
 """Flag: captured by request, closer to the one before it than the interval; the first to go when there is no room."""
 
 
-@struct.dataclass
-class Checkpoints:
+class Checkpoints(struct.PyTreeNode):
     """The checkpoints of several sequences; leading axis N in the table, B in a batch, none for one sequence."""
 
     positions: jax.Array  # i32[..., K]: position of the last token folded in, ascending; NONE at the end

@@ -61,7 +61,7 @@ class State:
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """What an attention layer remembers: keys `[num_kv_heads, head_dim]` and values `[num_kv_heads, value_dim]` a token.
+    """What an attention layer remembers of a token: keys `[num_kv_heads, head_dim]`, values `[num_kv_heads, value_dim]`.
 
     Args:
       num_kv_heads: heads of keys and values.
@@ -70,8 +70,8 @@ class Attention:
       sliding_window: a query sees itself and the `sliding_window - 1` tokens before it; None: everything before it.
       chunk_size: a query sees the tokens of its own chunk up to itself (positions `chunk_size * n` and on); None: no
         chunks.
-      memory: tokens kept before the first token of a pass, so that a sequence can be rolled back that far. At least what
-        a query can see before itself. None: the window for a sliding window, everything otherwise.
+      memory: tokens kept before the first token of a pass, so that a sequence can be rolled back that far. At least
+        what a query can see before itself. None: the window for a sliding window, everything otherwise.
       dtype: of keys and values: float32, bfloat16 or float16.
     """
 
@@ -234,8 +234,8 @@ class Config:
       context_length: the most tokens one sequence may hold.
       page_size: tokens of a page of keys and values.
       checkpoints: which past states are kept.
-      num_slots: state slots (`S`), for live states and checkpoints together. None: enough for every sequence to have all
-        its checkpoints, unless `byte_budget` says less.
+      num_slots: state slots (`S`), for live states and checkpoints together. None: enough for every sequence to have
+        all its checkpoints, unless `byte_budget` says less.
       num_pages: pages (`P`) of each page group, one number for all or a tuple. None: enough for every sequence to be
         `context_length` long (less for groups with a `memory`), unless `byte_budget` says less.
       byte_budget: bytes the whole cache may take. Slots and pages not given explicitly shrink until it fits.
@@ -280,13 +280,12 @@ class Config:
         """Fills in `num_slots` and `num_pages`: what is asked for, or the ample numbers, shrunk to the byte budget."""
         ample_slots = self.max_sequences * (1 + self.num_checkpoints) if self.has_states else 0
         ample_pages = tuple(self._ample_pages(group) for group in self.page_groups)
-        given_pages = self.num_pages
-        if given_pages is not None:
-            if not isinstance(given_pages, tuple | list):
-                given_pages = (given_pages,) * len(ample_pages)
+        given_pages: tuple[int, ...] | None = None
+        if self.num_pages is not None:
+            given_pages = self.num_pages if isinstance(self.num_pages, tuple) else (self.num_pages,) * len(ample_pages)
             if len(given_pages) != len(ample_pages):
                 raise ValueError(
-                    f"Config.num_pages has {len(given_pages)} entries, but the layers form {len(ample_pages)} page groups"
+                    f"Config.num_pages has {len(given_pages)} entries, but the layers form {len(ample_pages)} groups"
                 )
             for pages in given_pages:
                 _check_integer("Config.num_pages", pages, 1)

@@ -11,10 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from rcache import captures as capturing
-from rcache import pages as paging
-from rcache import pool as pools
-from rcache import room, rows as batch_rows
+from rcache import captures as capturing, pages as paging, pool as pools, room, rows as batch_rows
 from rcache.batch import Batch, Rows
 from rcache.cache import Cache
 from rcache.config import Config
@@ -24,8 +21,7 @@ from rcache.status import Status, first_error
 from rcache.table import Table
 
 
-@struct.dataclass
-class Forward:
+class Forward(struct.PyTreeNode):
     """The plan of one pass over `B` rows of `T` tokens. Rows of padding, and all rows of a refused pass, have length 0.
 
     A state is read from `read_slots` and written to `write_slots`, so that what is shared is never overwritten and
@@ -69,8 +65,9 @@ def start_forward(cache: Cache, batch: Batch, *, context: int | None = None) -> 
     if num_rows > config.max_sequences:
         raise ValueError(f"the batch has {num_rows} rows, but Config.max_sequences is {config.max_sequences}")
     if num_tokens > (config.max_pass_tokens or 0):
-        raise ValueError(f"the batch has rows of {num_tokens} tokens, but Config.max_pass_tokens is "
-                         f"{config.max_pass_tokens}")
+        raise ValueError(
+            f"the batch has rows of {num_tokens} tokens, but Config.max_pass_tokens is {config.max_pass_tokens}"
+        )
     if context is None:
         context = config.context_length
     if not 1 <= context <= config.context_length:

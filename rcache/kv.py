@@ -137,17 +137,14 @@ def _copy_pages(buffer: jax.Array, row: jax.Array, plan: PagePlan) -> jax.Array:
     return lax.cond(jnp.any(plan.copy_to >= 0), copy_all, lambda buffer: buffer, buffer)
 
 
-def _write_tokens(
-    buffer: jax.Array, row: jax.Array, plan: PagePlan, positions: jax.Array, new: jax.Array
-) -> jax.Array:
+def _write_tokens(buffer: jax.Array, row: jax.Array, plan: PagePlan, positions: jax.Array, new: jax.Array) -> jax.Array:
     offsets = positions % buffer.shape[3]
     return payload.write_tokens(
         buffer, row, plan.token_pages.reshape(-1), offsets.reshape(-1), new.reshape(-1, *new.shape[2:])
     )
 
 
-@struct.dataclass
-class Move:
+class Move(struct.PyTreeNode):
     """The tokens of one sequence, in one page group, that a middle removal moves down."""
 
     old_pages: jax.Array  # i32[M]

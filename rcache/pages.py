@@ -17,8 +17,7 @@ from rcache.config import Config, PageGroup
 from rcache.pool import NONE, Pool, drop_none
 
 
-@struct.dataclass
-class PageTable:
+class PageTable(struct.PyTreeNode):
     """Pages of all sequences in one page group."""
 
     pages: jax.Array  # i32[N, M]: page of each logical page; NONE where nothing is kept
@@ -26,8 +25,7 @@ class PageTable:
     pool: Pool  # of P pages
 
 
-@struct.dataclass
-class PagePlan:
+class PagePlan(struct.PyTreeNode):
     """Where one pass reads and writes keys and values of one page group."""
 
     context_pages: jax.Array  # i32[B, X / page_size]: pages a query of this pass may see; NONE: not there
@@ -111,8 +109,7 @@ def trim(table: PageTable, group: PageGroup, sequences: jax.Array, starts: jax.A
     )
 
 
-@struct.dataclass
-class _Need:
+class _Need(struct.PyTreeNode):
     """Pages a pass has to take."""
 
     held: jax.Array  # i32[B]: partial last page of each row, NONE if there is none

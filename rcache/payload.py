@@ -73,13 +73,9 @@ def write_tokens(
         where = _past_the_end(pages, buffer.shape[2])
         return buffer.at[:, row, where, offsets].set(values.swapaxes(0, 1), mode="drop")
 
-    def slices(
-        buffer: jax.Array, row: jax.Array, pages: jax.Array, offsets: jax.Array, values: jax.Array
-    ) -> jax.Array:
+    def slices(buffer: jax.Array, row: jax.Array, pages: jax.Array, offsets: jax.Array, values: jax.Array) -> jax.Array:
         values = values[:, :, None, None, None, :]
-        return _write_slices(
-            buffer, pages, values, lambda i: (zero, row, jnp.maximum(pages[i], 0), offsets[i], zero)
-        )
+        return _write_slices(buffer, pages, values, lambda i: (zero, row, jnp.maximum(pages[i], 0), offsets[i], zero))
 
     if pages.shape[0] == 0:
         return buffer

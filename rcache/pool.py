@@ -13,8 +13,7 @@ from flax import struct
 NONE = -1
 
 
-@struct.dataclass
-class Pool:
+class Pool(struct.PyTreeNode):
     """`C` ids. Ids in `free[:num_free]` have no holder; the rest of `free` is NONE."""
 
     ref_count: jax.Array  # i32[C]

@@ -41,7 +41,7 @@ def reserve(
       The compiled step, to be called with arrays of these shapes, and the bytes it takes.
     """
     jitted = step if hasattr(step, "lower") else jax.jit(step, donate_argnums=donate_argnums)
-    compiled = jitted.lower(*args, **kwargs).compile()  # type: ignore[attr-defined]
+    compiled = jitted.lower(*args, **kwargs).compile()
     analysis = compiled.memory_analysis()
     return compiled, StepMemory(
         arguments=analysis.argument_size_in_bytes,

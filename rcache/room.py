@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rcache import checkpoints as ckpt
-from rcache import pages as paging
-from rcache import pool as pools
+from rcache import checkpoints as ckpt, pages as paging, pool as pools
 from rcache.batch import Rows
 from rcache.config import Config
 from rcache.pages import PageTable

@@ -1,7 +1,7 @@
 """Operations on sequences as values: fork, resume, roll back, remove. None moves payload, but a removal in the middle.
 
-Standalone calls are compiled over the table alone; the payload is attached again to what they return. They cost the same
-for a cache of a megabyte and one of a hundred gigabytes.
+Standalone calls are compiled over the table alone; the payload is attached again to what they return. They cost the
+same for a cache of a megabyte and one of a hundred gigabytes.
 """
 
 from __future__ import annotations
@@ -13,10 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rcache import checkpoints as ckpt
-from rcache import kv
-from rcache import pages as paging
-from rcache import table as tables
+from rcache import checkpoints as ckpt, kv, pages as paging, table as tables
 from rcache.cache import Cache
 from rcache.checkpoints import Checkpoints
 from rcache.config import Config

@@ -60,8 +60,8 @@ def update_state(
       forward: the plan of this pass.
       layer: index into `config.layers`; may be traced.
       states: by name, `[B, *shape]` in the config's dtype; what a row of padding holds does not matter.
-      captured: by name, `[B, C, *shape]`: the states after `forward.capture_offsets` tokens of this pass, wanted exactly
-        when the batch asked for captures (`C > 0`). Values at offsets of -1 do not matter.
+      captured: by name, `[B, C, *shape]`: the states after `forward.capture_offsets` tokens of this pass, wanted
+        exactly when the batch asked for captures (`C > 0`). Values at offsets of -1 do not matter.
       like: as in `read_state`.
 
     Raises:
@@ -136,9 +136,7 @@ def _check(value: jax.Array, shape: tuple[int, ...], group: StateGroup, layer: i
         raise AssertionError(f"{what}, got {value.dtype}{list(value.shape)}: cast it to the config's dtype")
 
 
-def _groups_of(
-    cache: Cache, layer: int | jax.Array, like: int | None
-) -> list[tuple[StateGroup, jax.Array]]:
+def _groups_of(cache: Cache, layer: int | jax.Array, like: int | None) -> list[tuple[StateGroup, jax.Array]]:
     """The groups `layer` has states in, and its row in each."""
     config = cache.config
     having = [index for index, other in enumerate(config.layers) if other.states]

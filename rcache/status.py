@@ -41,7 +41,8 @@ _ADVICE = {
     "remove what they would overwrite, or leave positions out",
     Status.CONTEXT_OVERFLOW: "a sequence would outgrow context_length, or the context this pass was compiled for",
     Status.CAPTURES_INVALID: "capture offsets must ascend within 1 .. the row's length; -1 fills the rest",
-    Status.SLOTS_FULL: "no state slot is free, and no checkpoint is left to give up: remove a sequence, or raise num_slots",
+    Status.SLOTS_FULL: "no state slot is free, and no checkpoint is left to give up: remove a sequence, "
+    "or raise num_slots",
     Status.PAGES_FULL: "no page is free: remove a sequence, or raise num_pages",
     Status.RANGE_INVALID: "begin, end or length lies outside the sequence, or end before begin",
     Status.NOT_RESTORABLE: "the state at that length was not kept: ask prepare_restore which length was",

@@ -10,17 +10,14 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from rcache import checkpoints as ckpt
-from rcache import pages as paging
-from rcache import pool as pools
+from rcache import checkpoints as ckpt, pages as paging, pool as pools
 from rcache.checkpoints import Checkpoints
 from rcache.config import Config
 from rcache.pages import PageTable
 from rcache.pool import NONE, Pool
 
 
-@struct.dataclass
-class Counters:
+class Counters(struct.PyTreeNode):
     """What happened to checkpoints since `init`."""
 
     captures: jax.Array  # i32[]: taken
@@ -28,8 +25,7 @@ class Counters:
     evictions: jax.Array  # i32[]: given up so that a pass finds a slot or a page
 
 
-@struct.dataclass
-class Table:
+class Table(struct.PyTreeNode):
     """Everything but the payload."""
 
     lengths: jax.Array  # i32[N]: tokens of each sequence
@@ -41,8 +37,7 @@ class Table:
     counters: Counters
 
 
-@struct.dataclass
-class SequenceValue:
+class SequenceValue(struct.PyTreeNode):
     """All that one sequence holds: ids of slots and pages, and what they mean."""
 
     length: jax.Array  # i32[]
@@ -119,7 +114,8 @@ def longest_resumable(config: Config, value: SequenceValue, target: jax.Array) -
 def prefix(config: Config, value: SequenceValue, length: jax.Array) -> SequenceValue:
     """`value` cut to `length` i32[], which must be resumable."""
     whole = length == value.length
-    checkpoints, window_pages = value.checkpoints, ()
+    checkpoints = value.checkpoints
+    window_pages: tuple[jax.Array, ...] = ()
     slot, approximate = value.slot, value.approximate
     if config.num_checkpoints:
         here = checkpoints.positions == length - 1
@@ -195,8 +191,7 @@ def write_row(table: Table, sequence: jax.Array, value: SequenceValue, ok: jax.A
     )
 
 
-@struct.dataclass
-class _Held:
+class _Held(struct.PyTreeNode):
     """Ids a sequence holds."""
 
     slots: jax.Array  # i32[1 + K]
@@ -206,8 +201,6 @@ class _Held:
 def _held(value: SequenceValue, ok: jax.Array) -> _Held:
     held = _Held(
         slots=jnp.concatenate([value.slot[None], value.checkpoints.slots]),
-        pages=tuple(
-            (pages[None], window) for pages, window in zip(value.pages, value.checkpoints.pages, strict=True)
-        ),
+        pages=tuple((pages[None], window) for pages, window in zip(value.pages, value.checkpoints.pages, strict=True)),
     )
     return jax.tree.map(lambda ids: jnp.where(ok, ids, jnp.int32(NONE)), held)
