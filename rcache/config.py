@@ -61,7 +61,7 @@ class State:
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """What an attention layer remembers of a token: keys `[num_kv_heads, head_dim]`, values `[num_kv_heads, value_dim]`.
+    """What an attention layer remembers: keys `[num_kv_heads, head_dim]`, values `[num_kv_heads, value_dim]` a token.
 
     Args:
       num_kv_heads: heads of keys and values.
@@ -271,7 +271,7 @@ class Config:
             object.__setattr__(self, "max_pass_tokens", self.context_length)
         _check_integer("Config.max_pass_tokens", self.max_pass_tokens, 1)
         if self.num_slots is not None:
-            _check_integer("Config.num_slots", self.num_slots, 1)
+            _check_integer("Config.num_slots", self.num_slots, 1 if self.has_states else 0)
         if self.byte_budget is not None:
             _check_integer("Config.byte_budget", self.byte_budget, 1)
         self._resolve_capacity()
@@ -287,9 +287,8 @@ class Config:
                 raise ValueError(
                     f"Config.num_pages has {len(given_pages)} entries, but the layers form {len(ample_pages)} groups"
                 )
-            for pages in given_pages:
-                _check_integer("Config.num_pages", pages, 1)
-            given_pages = tuple(int(pages) for pages in given_pages)
+            for number in given_pages:
+                _check_integer("Config.num_pages", number, 1)
         slots = self.num_slots if self.num_slots is not None and self.has_states else ample_slots
         pages = given_pages if given_pages is not None else ample_pages
         if self.byte_budget is not None:
