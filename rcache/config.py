@@ -332,6 +332,14 @@ class Config:
             low, high = (middle, high) if total(middle) <= self.byte_budget else (low, middle)
         return at(low)
 
+    def __hash__(self) -> int:
+        # Every call of a compiled operation hashes its config, and that walks all layers.
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
+
     # What follows is derived; `cached_property` keeps it out of equality and hashing.
 
     @cached_property
