@@ -14,11 +14,12 @@ from rcache.pool import NONE
 from rcache.table import Table
 
 
-def trim(table: Table, rows: Rows, config: Config) -> Table:
-    """Releases the pages that lie more than their group's memory before the rows."""
+def trim(table: Table, sequences: jax.Array, config: Config) -> Table:
+    """Releases what `sequences` i32[n] keep further back than their groups' memory; N stands for none."""
+    lengths = table.lengths.at[sequences].get(mode="fill", fill_value=0)
     return table.replace(
         page_tables=tuple(
-            paging.trim(page_table, group, rows.index, rows.starts, config.page_size)
+            paging.trim(page_table, group, sequences, lengths, config.page_size)
             for page_table, group in zip(table.page_tables, config.page_groups, strict=True)
         )
     )
@@ -42,8 +43,12 @@ def shortage(table: Table, rows: Rows, config: Config) -> tuple[jax.Array, jax.A
 
 
 def make_room(table: Table, rows: Rows, config: Config) -> Table:
-    """Gives up checkpoints until the rows fit. If they would not fit without any, the table stays as it is."""
-    if not config.num_checkpoints:
+    """Trims the rows, where that is not enough the other sequences too, then gives up checkpoints until the rows fit.
+
+    If they do not fit in the end, only what `take_if` selects has changed.
+    """
+    table = trim(table, rows.index, config)
+    if not (config.num_checkpoints or any(group.memory is not None for group in config.page_groups)):
         return table
 
     def is_short(t: Table) -> jax.Array:
@@ -51,7 +56,10 @@ def make_room(table: Table, rows: Rows, config: Config) -> Table:
         return slots_short | pages_short
 
     def relieve(t: Table) -> Table:
-        relieved = lax.while_loop(lambda t: is_short(t) & jnp.any(t.checkpoints.positions >= 0), _evict, t)
+        everyone = jnp.arange(config.max_sequences, dtype=jnp.int32)
+        _, pages_short = shortage(t, rows, config)
+        relieved = lax.cond(pages_short, lambda: trim(t, everyone, config), lambda: t)
+        relieved = lax.while_loop(lambda t: is_short(t) & jnp.any(t.checkpoints.positions >= 0), _evict, relieved)
         return lax.cond(is_short(relieved), lambda: t, lambda: relieved)
 
     return lax.cond(is_short(table), relieve, lambda t: t, table)
@@ -63,7 +71,6 @@ def _evict(table: Table) -> Table:
     sequence = jnp.argmax(kept.count)
     one = jax.tree.map(lambda values: values[sequence], kept)
     rest = ckpt.select(jnp.arange(kept.positions.shape[1]) > 0, one)
-    rest = rest.replace(flags=jnp.where(rest.positions >= 0, rest.flags, 0))
     return table.replace(
         slot_pool=pools.release(table.slot_pool, one.slots[:1], unique=True),
         checkpoints=jax.tree.map(lambda values, row: values.at[sequence].set(row), kept, rest),

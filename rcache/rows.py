@@ -31,6 +31,7 @@ def resolve(table: Table, batch: Batch, ok: jax.Array) -> Rows:
 def check(table: Table, batch: Batch, config: Config, context: int) -> jax.Array:
     """Status i32[] of everything that can be wrong with a batch but the room for it."""
     is_row = batch.sequences != -1
+    has_tokens = is_row & (batch.lengths > 0)
     num_tokens = batch.positions.shape[1]
     starts = table.lengths.at[pools.drop_none(batch.sequences, config.max_sequences)].get(mode="fill", fill_value=0)
     offsets = jnp.arange(num_tokens, dtype=jnp.int32)[None, :]
@@ -48,8 +49,8 @@ def check(table: Table, batch: Batch, config: Config, context: int) -> jax.Array
                 Status.LENGTH_OUT_OF_RANGE,
             ),
             (jnp.any(token_mask & elsewhere), Status.POSITION_MISMATCH),
-            (jnp.any(is_row & (starts + batch.lengths > context)), Status.CONTEXT_OVERFLOW),
-            (jnp.any(is_row & _captures_invalid(batch)), Status.CAPTURES_INVALID),
+            (jnp.any(has_tokens & (starts + batch.lengths > context)), Status.CONTEXT_OVERFLOW),
+            (jnp.any(has_tokens & _captures_invalid(batch)), Status.CAPTURES_INVALID),
         ),
     )
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from rcache import checkpoints as ckpt, kv, pages as paging, table as tables
+from rcache import checkpoints as ckpt, kv, pages as paging, pool as pools, table as tables
 from rcache.cache import Cache
 from rcache.checkpoints import Checkpoints
 from rcache.config import Config
@@ -261,6 +261,9 @@ def _remove_middle(
     """Drops `[begin, end)`, which ends before the sequence does, and moves the rest down."""
     distance = end - begin
     length = value.length - distance
+    # Checkpoints behind the cut get other windows; until then they hold none, and no page is shared for their sake.
+    always = jnp.ones((), bool)
+    table = tables.release(table, _windows_behind(value, begin), always)
     page_tables, moves, rows, firsts = [], [], [], []
     lost = full = jnp.zeros((), bool)
     for g, group in enumerate(config.page_groups):
@@ -285,25 +288,31 @@ def _remove_middle(
         rows.append(row)
         firsts.append(first)
     table = table.replace(page_tables=tuple(page_tables))
-    kept = _after_middle(value.checkpoints, begin, end, tuple(rows), tuple(firsts), config)
+    kept, dropped = _after_middle(value.checkpoints, begin, end, tuple(rows), tuple(firsts), config)
     moved = SequenceValue(
         length=length,
         slot=value.slot,
-        approximate=jnp.ones((), bool),
+        approximate=always,
         checkpoints=kept,
         pages=tuple(rows),
         first=tuple(firsts),
     )
-    # `rewrite` has counted the pages of the sequence itself; what its checkpoints hold is still to be exchanged.
-    exchanged = tables.share(table, _only_checkpoints(moved), jnp.ones((), bool))
-    exchanged = tables.release(exchanged, _only_checkpoints(value), jnp.ones((), bool))
+
+    table = tables.share(table, _windows_behind(moved, begin), always)
+    table = table.replace(slot_pool=pools.release(table.slot_pool, dropped))
     status = first_error((lost, Status.NOT_RESTORABLE), (full, Status.PAGES_FULL))
-    return tables.write_row(exchanged, sequence, moved, jnp.ones((), bool)), tuple(moves), status
+    return tables.write_row(table, sequence, moved, always), tuple(moves), status
 
 
-def _only_checkpoints(value: SequenceValue) -> SequenceValue:
-    none = jnp.int32(NONE)
-    return value.replace(slot=none, pages=tuple(jnp.full_like(pages, NONE) for pages in value.pages))
+def _windows_behind(value: SequenceValue, begin: jax.Array) -> SequenceValue:
+    """Of all that `value` holds, the window pages of its checkpoints at `begin` i32[] and later."""
+    behind = (value.checkpoints.positions >= begin)[:, None]
+    windows = tuple(jnp.where(behind, pages, jnp.int32(NONE)) for pages in value.checkpoints.pages)
+    return value.replace(
+        slot=jnp.int32(NONE),
+        pages=tuple(jnp.full_like(pages, NONE) for pages in value.pages),
+        checkpoints=value.checkpoints.replace(slots=jnp.full_like(value.checkpoints.slots, NONE), pages=windows),
+    )
 
 
 def _after_middle(
@@ -313,10 +322,13 @@ def _after_middle(
     rows: tuple[jax.Array, ...],
     firsts: tuple[jax.Array, ...],
     config: Config,
-) -> Checkpoints:
-    """The checkpoints that stay when `[begin, end)` goes: those before it, and later ones, moved and approximate."""
+) -> tuple[Checkpoints, jax.Array]:
+    """The checkpoints that stay when `[begin, end)` goes: those before it, and later ones, moved and approximate.
+
+    Also the slots of those that do not stay: i32[K].
+    """
     if not config.num_checkpoints:
-        return checkpoints
+        return checkpoints, checkpoints.slots
     positions = checkpoints.positions
     later = positions >= end
     moved = jnp.where(later, positions - (end - begin), positions)
@@ -331,4 +343,5 @@ def _after_middle(
             window = jnp.where(later[:, None], anew, window)
         pages.append(window)
     flags = checkpoints.flags | jnp.where(later, jnp.int32(ckpt.APPROXIMATE), 0)
-    return ckpt.select(keep, checkpoints.replace(positions=moved, flags=flags, pages=tuple(pages)))
+    kept = ckpt.select(keep, checkpoints.replace(positions=moved, flags=flags, pages=tuple(pages)))
+    return kept, jnp.where(keep, jnp.int32(NONE), checkpoints.slots)
