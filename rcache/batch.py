@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from rcache.pool import first_occurrence
+from rcache.pool import first_occurrence, rank
 from rcache.status import Status
 
 
@@ -118,7 +118,7 @@ def flat_batch(sequences: Any, positions: Any, *, num_rows: int, num_tokens: int
     earlier = jnp.tril(jnp.ones((num_flat, num_flat), bool), -1)
     columns = jnp.sum(same & earlier, axis=1, dtype=jnp.int32)
     is_first = first_occurrence(sequences) & real
-    appearance = jnp.cumsum(is_first, dtype=jnp.int32) - 1  # at first tokens: the row
+    appearance = rank(is_first)  # at first tokens: the row
     rows = jnp.sum(jnp.where(same & is_first[None, :], appearance[None, :], 0), axis=1, dtype=jnp.int32)
     rows = jnp.where(real, rows, jnp.int32(num_rows))
     too_large = jnp.any(real & ((rows >= num_rows) | (columns >= num_tokens)))

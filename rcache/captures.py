@@ -70,8 +70,7 @@ class _Taker:
         if wish.end_slot is None:
             holders = self._slot_pool.ref_count.at[pools.drop_none(victim_slots, self._slot_pool.capacity)]
             needs_another = wish.wanted & (holders.get(mode="fill", fill_value=0) != 1)
-            rank = jnp.cumsum(needs_another, dtype=jnp.int32) - 1
-            taken &= ~needs_another | (rank < self._slot_pool.num_free)
+            taken &= ~needs_another | (pools.rank(needs_another) < self._slot_pool.num_free)
         dropped = jnp.where(taken, dropped, jnp.int32(NONE))
         self._slot_pool = pools.release(self._slot_pool, jnp.where(taken, victim_slots, jnp.int32(NONE)))
         if wish.end_slot is None:

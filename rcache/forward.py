@@ -80,8 +80,7 @@ def start_forward(cache: Cache, batch: Batch, *, context: int | None = None) -> 
 def _start_forward(table: Table, batch: Batch, config: Config, context: int) -> tuple[Table, Forward, jax.Array]:
     status = batch_rows.check(table, batch, config, context)
     rows = batch_rows.resolve(table, batch, status == Status.OK)
-    roomy = room.make_room(table, rows, config)
-    slots_short, pages_short = room.shortage(roomy, rows, config)
+    roomy, slots_short, pages_short = room.make_room(table, rows, config)
     no_room = first_error((slots_short, Status.SLOTS_FULL), (pages_short, Status.PAGES_FULL))
     status = jnp.where(status != Status.OK, status, no_room)
     ok = status == Status.OK

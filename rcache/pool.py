@@ -39,6 +39,18 @@ def drop_none(ids: jax.Array, size: int, wanted: jax.Array | bool = True) -> jax
     return jnp.where((ids >= 0) & wanted, ids, jnp.int32(size))
 
 
+def rank(mask: jax.Array) -> jax.Array:
+    """For each True of `mask` bool[n], how many come before it: i32[n]. Meaningless elsewhere."""
+    n = mask.shape[0]
+    if n > _FEW:
+        return jnp.cumsum(mask, dtype=jnp.int32) - 1
+    return jnp.sum(mask[None, :] & jnp.tril(jnp.ones((n, n), bool), -1), axis=1, dtype=jnp.int32)
+
+
+_FEW = 256
+"""Up to so many elements, counting by comparing all pairs is one operation; a prefix sum is a dozen, one for each bit."""
+
+
 def first_occurrence(ids: jax.Array) -> jax.Array:
     """bool[n]: no earlier element of `ids` i32[n] is equal."""
     n = ids.shape[0]
@@ -48,8 +60,7 @@ def first_occurrence(ids: jax.Array) -> jax.Array:
 
 def allocate(pool: Pool, wanted: jax.Array) -> tuple[Pool, jax.Array]:
     """Takes one id for each True of `wanted` bool[n], which must be at most `num_free`. Ids are NONE elsewhere."""
-    rank = jnp.cumsum(wanted, dtype=jnp.int32) - 1
-    taken = pool.num_free - 1 - rank
+    taken = pool.num_free - 1 - rank(wanted)
     where = drop_none(taken, pool.capacity, wanted)
     ids = jnp.where(wanted, pool.free.at[where].get(mode="fill", fill_value=NONE), jnp.int32(NONE))
     return pool.replace(
@@ -70,16 +81,17 @@ def release(pool: Pool, ids: jax.Array, *, unique: bool = False) -> Pool:
 
     `unique`: no id occurs twice; saves finding out.
     """
+    if pool.capacity == 0:  # a config without states; nothing to gather from
+        return pool
     ids = ids.reshape(-1)
     where = drop_none(ids, pool.capacity)
     ref_count = pool.ref_count.at[where].add(-1, mode="drop")
     freed = ref_count.at[where].get(mode="fill", fill_value=1) == 0
     if not unique:
         freed &= first_occurrence(ids)
-    rank = jnp.cumsum(freed, dtype=jnp.int32) - 1
     return Pool(
         ref_count=ref_count,
-        free=pool.free.at[drop_none(pool.num_free + rank, pool.capacity, freed)].set(ids, mode="drop"),
+        free=pool.free.at[drop_none(pool.num_free + rank(freed), pool.capacity, freed)].set(ids, mode="drop"),
         num_free=pool.num_free + jnp.sum(freed, dtype=jnp.int32),
     )
 

@@ -42,27 +42,35 @@ def shortage(table: Table, rows: Rows, config: Config) -> tuple[jax.Array, jax.A
     return slots_short, pages_short
 
 
-def make_room(table: Table, rows: Rows, config: Config) -> Table:
+def make_room(table: Table, rows: Rows, config: Config) -> tuple[Table, jax.Array, jax.Array]:
     """Trims the rows, where that is not enough the other sequences too, then gives up checkpoints until the rows fit.
 
-    If they do not fit in the end, only what `take_if` selects has changed.
+    Also returns whether slots, and whether pages, are short after all that: bool[], bool[]. Then only what `take_if`
+    selects has changed.
     """
     table = trim(table, rows.index, config)
+    slots_short, pages_short = shortage(table, rows, config)
     if not (config.num_checkpoints or any(group.memory is not None for group in config.page_groups)):
-        return table
+        return table, slots_short, pages_short
 
-    def is_short(t: Table) -> jax.Array:
-        slots_short, pages_short = shortage(t, rows, config)
-        return slots_short | pages_short
-
-    def relieve(t: Table) -> Table:
+    def relieve(t: Table) -> tuple[Table, jax.Array, jax.Array]:
         everyone = jnp.arange(config.max_sequences, dtype=jnp.int32)
-        _, pages_short = shortage(t, rows, config)
         relieved = lax.cond(pages_short, lambda: trim(t, everyone, config), lambda: t)
-        relieved = lax.while_loop(lambda t: is_short(t) & jnp.any(t.checkpoints.positions >= 0), _evict, relieved)
-        return lax.cond(is_short(relieved), lambda: t, lambda: relieved)
+        if config.num_checkpoints:
+            relieved = lax.while_loop(lambda t: _is_short(t, rows, config) & _has_checkpoints(t), _evict, relieved)
+        slots_still, pages_still = shortage(relieved, rows, config)
+        return lax.cond(slots_still | pages_still, lambda: t, lambda: relieved), slots_still, pages_still
 
-    return lax.cond(is_short(table), relieve, lambda t: t, table)
+    return lax.cond(slots_short | pages_short, relieve, lambda t: (t, slots_short, pages_short), table)
+
+
+def _is_short(table: Table, rows: Rows, config: Config) -> jax.Array:
+    slots_short, pages_short = shortage(table, rows, config)
+    return slots_short | pages_short
+
+
+def _has_checkpoints(table: Table) -> jax.Array:
+    return jnp.any(table.checkpoints.positions >= 0)
 
 
 def _evict(table: Table) -> Table:
