@@ -25,10 +25,10 @@ class Batch(struct.PyTreeNode):
 
 
 class Rows(struct.PyTreeNode):
-    """Rows that run. Inactive ones (padding, no tokens, a refused batch) have index N, start 0 and length 0."""
+    """Rows that run. Inactive ones (padding, no tokens, a refused batch) have index -1, start 0 and length 0."""
 
     active: jax.Array  # bool[B]
-    index: jax.Array  # i32[B]: the sequence; N for inactive rows
+    index: jax.Array  # i32[B]: the sequence; -1 for inactive rows
     starts: jax.Array  # i32[B]: tokens it holds
     lengths: jax.Array  # i32[B]: tokens it gets
     token_mask: jax.Array  # bool[B, T]

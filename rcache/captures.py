@@ -10,7 +10,7 @@ from rcache import checkpoints as ckpt, pages as paging, pool as pools
 from rcache.batch import Rows
 from rcache.checkpoints import Checkpoints
 from rcache.config import Config
-from rcache.pool import NONE
+from rcache.indexing import NONE, look_up, store
 from rcache.table import Counters, Table
 
 
@@ -48,13 +48,11 @@ class _Taker:
 
     def __init__(self, table: Table, rows: Rows, config: Config) -> None:
         self._before, self._rows, self._config = table, rows, config
-        self._approximate = table.approximate.at[rows.index].get(mode="fill", fill_value=False)
+        self._approximate = look_up(table.approximate, rows.index, False)
         self._slot_pool = table.slot_pool
         self._page_pools = [t.pool for t in table.page_tables]
         self._counters = table.counters
-        self.kept: Checkpoints = jax.tree.map(
-            lambda values: values.at[rows.index].get(mode="fill", fill_value=NONE), table.checkpoints
-        )
+        self.kept: Checkpoints = jax.tree.map(lambda values: look_up(values, rows.index, NONE), table.checkpoints)
         self.kept = self.kept.replace(flags=jnp.where(self.kept.positions >= 0, self.kept.flags, 0))
 
     def take(self, wish: _Round) -> jax.Array:
@@ -68,8 +66,7 @@ class _Taker:
         victim_slots = jnp.where(dropped >= 0, self.kept.slots[batch, jnp.maximum(dropped, 0)], jnp.int32(NONE))
         taken = wish.wanted
         if wish.end_slot is None:
-            holders = self._slot_pool.ref_count.at[pools.drop_none(victim_slots, self._slot_pool.capacity)]
-            needs_another = wish.wanted & (holders.get(mode="fill", fill_value=0) != 1)
+            needs_another = wish.wanted & (look_up(self._slot_pool.ref_count, victim_slots, 0) != 1)
             taken &= ~needs_another | (pools.rank(needs_another) < self._slot_pool.num_free)
         dropped = jnp.where(taken, dropped, jnp.int32(NONE))
         self._slot_pool = pools.release(self._slot_pool, jnp.where(taken, victim_slots, jnp.int32(NONE)))
@@ -110,7 +107,7 @@ class _Taker:
 
     def table(self) -> Table:
         """The table with the captures in it."""
-        put = lambda values, rows: values.at[self._rows.index].set(rows, mode="drop")  # noqa: E731
+        put = lambda values, rows: store(values, self._rows.index, rows)  # noqa: E731
         return self._before.replace(
             slot_pool=self._slot_pool,
             checkpoints=jax.tree.map(put, self._before.checkpoints, self.kept),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from rcache.config import CheckpointPolicy
-from rcache.pool import NONE
+from rcache.indexing import NONE
 
 APPROXIMATE = 1
 """Flag: the state contains tokens a middle removal cut out."""

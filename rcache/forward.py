@@ -15,8 +15,8 @@ from rcache import captures as capturing, pages as paging, pool as pools, room, 
 from rcache.batch import Batch, Rows
 from rcache.cache import Cache
 from rcache.config import Config
+from rcache.indexing import NONE, look_up, store
 from rcache.pages import PagePlan
-from rcache.pool import NONE
 from rcache.status import Status, first_error
 from rcache.table import Table
 
@@ -91,7 +91,7 @@ def _start_forward(table: Table, batch: Batch, config: Config, context: int) -> 
     table, read_slots, write_slots = _take_slots(table, rows, config)
     table, copies = _take_pages(table, rows, config)
     table, capture_slots = capturing.capture(table, rows, write_slots, config)
-    table = table.replace(lengths=table.lengths.at[rows.index].set(rows.ends, mode="drop"))
+    table = table.replace(lengths=store(table.lengths, rows.index, rows.ends))
 
     offsets = jnp.arange(rows.num_tokens, dtype=jnp.int32)
     positions = jnp.where(rows.token_mask, rows.starts[:, None] + offsets[None, :], 0)
@@ -117,14 +117,14 @@ def _start_forward(table: Table, batch: Batch, config: Config, context: int) -> 
 
 def _take_slots(table: Table, rows: Rows, config: Config) -> tuple[Table, jax.Array, jax.Array]:
     """The slots rows read and write: i32[B] each."""
-    held = table.slots.at[rows.index].get(mode="fill", fill_value=NONE)
+    held = look_up(table.slots, rows.index, NONE)
     if not config.has_states:
         return table, held, held
     leaves = room.leaves_slot(table, rows)
     pool, ids = pools.allocate(table.slot_pool, leaves)
     pool = pools.release(pool, jnp.where(leaves, held, jnp.int32(NONE)))
     write_slots = jnp.where(leaves, ids, held)
-    slots = table.slots.at[rows.index].set(write_slots, mode="drop")
+    slots = store(table.slots, rows.index, write_slots)
     return table.replace(slots=slots, slot_pool=pool), held, write_slots
 
 

@@ -12,6 +12,7 @@ from rcache import payload
 from rcache.cache import Cache
 from rcache.config import KVGroup, PageGroup
 from rcache.forward import Forward
+from rcache.indexing import NONE, look_up
 from rcache.pages import PagePlan
 from rcache.shift import Shift
 
@@ -173,9 +174,7 @@ def _move_layer(buffer: jax.Array, row: jax.Array, step: Move, layer: int, shift
     moved = positions >= step.begin
     source = jnp.where(moved, positions + step.distance, positions)
     written = (positions >= step.low) & (positions < step.high)
-    source_page = step.old_pages.at[jnp.where(written, source // page_size, step.old_pages.shape[0])].get(
-        mode="fill", fill_value=0
-    )
+    source_page = look_up(step.old_pages, jnp.where(written, source // page_size, jnp.int32(NONE)), NONE)
     tokens = buffer[:, row, jnp.maximum(source_page, 0), source % page_size].swapaxes(0, 1)  # [M * page_size, H, D]
     if shift is not None:
         turned = shift(tokens, -step.distance, layer)

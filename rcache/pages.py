@@ -14,7 +14,8 @@ from flax import struct
 from rcache import pool as pools
 from rcache.batch import Rows
 from rcache.config import Config, PageGroup
-from rcache.pool import NONE, Pool, drop_none
+from rcache.indexing import NONE, look_up, store
+from rcache.pool import Pool
 
 
 class PageTable(struct.PyTreeNode):
@@ -71,7 +72,7 @@ def window_row(window: jax.Array, length: jax.Array, group: PageGroup, config: C
     assert group.span is not None
     logical = _window_logical(length[None], group, config.page_size)[0]
     row = jnp.full(config.pages_per_sequence, NONE, jnp.int32)
-    row = row.at[drop_none(logical, config.pages_per_sequence, window >= 0)].set(window, mode="drop")
+    row = store(row, jnp.where(window >= 0, logical, jnp.int32(NONE)), window)
     return row, jnp.maximum(length - group.span, 0)
 
 
@@ -83,8 +84,7 @@ def _window_logical(lengths: jax.Array, group: PageGroup, page_size: int) -> jax
 
 def _lookup(table: jax.Array, sequences: jax.Array, logical: jax.Array, wanted: jax.Array) -> jax.Array:
     """`table[sequences, logical]` where `wanted`, else NONE. Out-of-range sequences read NONE."""
-    size = table.shape[1]
-    return table.at[sequences, jnp.where(wanted, logical, jnp.int32(size))].get(mode="fill", fill_value=NONE)
+    return look_up(table, (sequences, jnp.where(wanted, logical, jnp.int32(NONE))), NONE)
 
 
 def release_rows(pool: Pool, rows: jax.Array) -> Pool:
@@ -98,13 +98,13 @@ def trim(table: PageTable, group: PageGroup, sequences: jax.Array, starts: jax.A
     """Releases the pages wholly more than `memory` tokens before `starts` i32[B]; `sequences` i32[B], N: no row."""
     if group.memory is None:
         return table
-    rows = table.pages.at[sequences].get(mode="fill", fill_value=NONE)
-    first = table.first.at[sequences].get(mode="fill", fill_value=0)
+    rows = look_up(table.pages, sequences, NONE)
+    first = look_up(table.first, sequences, 0)
     first = jnp.maximum(first, starts - group.memory)
     behind = (jnp.arange(rows.shape[1], dtype=jnp.int32) + 1)[None, :] * page_size <= first[:, None]
     return PageTable(
-        pages=table.pages.at[sequences].set(jnp.where(behind, jnp.int32(NONE), rows), mode="drop"),
-        first=table.first.at[sequences].set(first, mode="drop"),
+        pages=store(table.pages, sequences, jnp.where(behind, jnp.int32(NONE), rows)),
+        first=store(table.first, sequences, first),
         pool=release_rows(table.pool, jnp.where(behind, rows, jnp.int32(NONE))),
     )
 
@@ -143,11 +143,9 @@ def extend(table: PageTable, rows: Rows, page_size: int) -> tuple[PageTable, jax
     ids = ids.reshape(wanted.shape)
     left = jnp.where(need.leaves, need.held, jnp.int32(NONE))
     logical = jnp.concatenate([(rows.starts // page_size)[:, None], need.logical], axis=1)
-    where = jnp.where(wanted, logical, jnp.int32(table.pages.shape[1]))
+    where = jnp.where(wanted, logical, jnp.int32(NONE))
     return (
-        table.replace(
-            pages=table.pages.at[rows.index[:, None], where].set(ids, mode="drop"), pool=pools.release(pool, left)
-        ),
+        table.replace(pages=store(table.pages, (rows.index[:, None], where), ids), pool=pools.release(pool, left)),
         left,
         ids[:, 0],
     )
@@ -173,7 +171,7 @@ def rewrite(
     rewritten = (logical >= begin // page_size) & (logical < num_pages(length, page_size))
     rewritten &= (logical + 1) * page_size > first
     untouched = (logical < begin // page_size) & ((logical + 1) * page_size > first)
-    holders = table.pool.ref_count.at[drop_none(row, table.pool.capacity)].get(mode="fill", fill_value=0)
+    holders = look_up(table.pool.ref_count, row, 0)
     takes = rewritten & (holders != 1)
     stays = untouched | (rewritten & ~takes)
     pool = pools.release(table.pool, jnp.where(stays, jnp.int32(NONE), row), unique=True)
@@ -201,7 +199,7 @@ def plan(
     return PagePlan(
         context_pages=_lookup(table.pages, rows.index[:, None], logical, jnp.ones_like(logical, bool)),
         context_start=begin * page_size,
-        first=table.first.at[rows.index].get(mode="fill", fill_value=0),
+        first=look_up(table.first, rows.index, 0),
         token_pages=_lookup(table.pages, rows.index[:, None], positions // page_size, rows.token_mask),
         copy_from=copies[0],
         copy_to=copies[1],

@@ -11,6 +11,7 @@ from jax import lax
 
 from rcache.cache import Cache
 from rcache.forward import Forward
+from rcache.indexing import store
 
 
 def check_same_config(cache: Cache, forward: Forward) -> None:
@@ -50,7 +51,7 @@ def write_rows(buffer: jax.Array, row: jax.Array, slots: jax.Array, values: jax.
     tail = (jnp.int32(0),) * (buffer.ndim - 2)
 
     def scatter(buffer: jax.Array, row: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
-        return buffer.at[row, _past_the_end(slots, buffer.shape[1])].set(values, mode="drop")
+        return store(buffer, (row, slots), values)
 
     def slices(buffer: jax.Array, row: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
         values = values.reshape(-1, 1, 1, *buffer.shape[2:])
@@ -70,8 +71,7 @@ def write_tokens(
     def scatter(
         buffer: jax.Array, row: jax.Array, pages: jax.Array, offsets: jax.Array, values: jax.Array
     ) -> jax.Array:
-        where = _past_the_end(pages, buffer.shape[2])
-        return buffer.at[:, row, where, offsets].set(values.swapaxes(0, 1), mode="drop")
+        return store(buffer, (slice(None), row, pages, offsets), values.swapaxes(0, 1))
 
     def slices(buffer: jax.Array, row: jax.Array, pages: jax.Array, offsets: jax.Array, values: jax.Array) -> jax.Array:
         values = values[:, :, None, None, None, :]
@@ -80,10 +80,6 @@ def write_tokens(
     if pages.shape[0] == 0:
         return buffer
     return lax.platform_dependent(buffer, row, pages, offsets, values, cpu=slices, default=scatter)
-
-
-def _past_the_end(ids: jax.Array, size: int) -> jax.Array:
-    return jnp.where(ids >= 0, ids, jnp.int32(size))
 
 
 def _write_slices(

@@ -1,7 +1,6 @@
 """Ids with reference counts and a stack of free ones. State slots are one pool, the pages of each page group another.
 
-An id nobody holds is `NONE`. `NONE` is never used as an index: it maps to the size of the array, where writes are
-dropped (-1 would be the last element).
+`NONE` among ids stands for none of them.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-NONE = -1
+from rcache.indexing import NONE, add, look_up, store
 
 
 class Pool(struct.PyTreeNode):
@@ -34,11 +33,6 @@ def init(capacity: int) -> Pool:
     )
 
 
-def drop_none(ids: jax.Array, size: int, wanted: jax.Array | bool = True) -> jax.Array:
-    """`ids` as indices for `mode="drop"`: NONE and unwanted ones point past the end."""
-    return jnp.where((ids >= 0) & wanted, ids, jnp.int32(size))
-
-
 def rank(mask: jax.Array) -> jax.Array:
     """For each True of `mask` bool[n], how many come before it: i32[n]. Meaningless elsewhere."""
     n = mask.shape[0]
@@ -48,7 +42,7 @@ def rank(mask: jax.Array) -> jax.Array:
 
 
 _FEW = 256
-"""Up to so many elements, counting by comparing all pairs is one operation; a prefix sum is a dozen, one for each bit."""
+"""Up to so many elements, comparing all pairs is one operation where a prefix sum is a dozen, one for each bit."""
 
 
 def first_occurrence(ids: jax.Array) -> jax.Array:
@@ -60,20 +54,18 @@ def first_occurrence(ids: jax.Array) -> jax.Array:
 
 def allocate(pool: Pool, wanted: jax.Array) -> tuple[Pool, jax.Array]:
     """Takes one id for each True of `wanted` bool[n], which must be at most `num_free`. Ids are NONE elsewhere."""
-    taken = pool.num_free - 1 - rank(wanted)
-    where = drop_none(taken, pool.capacity, wanted)
-    ids = jnp.where(wanted, pool.free.at[where].get(mode="fill", fill_value=NONE), jnp.int32(NONE))
+    taken = jnp.where(wanted, pool.num_free - 1 - rank(wanted), jnp.int32(NONE))
+    ids = look_up(pool.free, taken, NONE)
     return pool.replace(
-        ref_count=pool.ref_count.at[drop_none(ids, pool.capacity)].set(1, mode="drop"),
-        free=pool.free.at[where].set(NONE, mode="drop"),
+        ref_count=store(pool.ref_count, ids, 1),
+        free=store(pool.free, taken, NONE),
         num_free=pool.num_free - jnp.sum(wanted, dtype=jnp.int32),
     ), ids
 
 
 def share(pool: Pool, ids: jax.Array) -> Pool:
     """One more holder for each of `ids` i32[...]; NONE is skipped."""
-    ids = ids.reshape(-1)
-    return pool.replace(ref_count=pool.ref_count.at[drop_none(ids, pool.capacity)].add(1, mode="drop"))
+    return pool.replace(ref_count=add(pool.ref_count, ids.reshape(-1), 1))
 
 
 def release(pool: Pool, ids: jax.Array, *, unique: bool = False) -> Pool:
@@ -84,14 +76,13 @@ def release(pool: Pool, ids: jax.Array, *, unique: bool = False) -> Pool:
     if pool.capacity == 0:  # a config without states; nothing to gather from
         return pool
     ids = ids.reshape(-1)
-    where = drop_none(ids, pool.capacity)
-    ref_count = pool.ref_count.at[where].add(-1, mode="drop")
-    freed = ref_count.at[where].get(mode="fill", fill_value=1) == 0
+    ref_count = add(pool.ref_count, ids, -1)
+    freed = look_up(ref_count, ids, 1) == 0
     if not unique:
         freed &= first_occurrence(ids)
     return Pool(
         ref_count=ref_count,
-        free=pool.free.at[drop_none(pool.num_free + rank(freed), pool.capacity, freed)].set(ids, mode="drop"),
+        free=store(pool.free, jnp.where(freed, pool.num_free + rank(freed), jnp.int32(NONE)), ids),
         num_free=pool.num_free + jnp.sum(freed, dtype=jnp.int32),
     )
 
@@ -106,5 +97,5 @@ def must_leave(pool: Pool, ids: jax.Array) -> jax.Array:
     same = ids[:, None] == ids[None, :]
     holders_here = jnp.sum(same, axis=1, dtype=jnp.int32)
     last = jnp.flip(first_occurrence(jnp.flip(ids)))
-    holders = pool.ref_count.at[drop_none(ids, pool.capacity)].get(mode="fill", fill_value=0)
+    holders = look_up(pool.ref_count, ids, 0)
     return valid & ~(last & (holders == holders_here))

@@ -9,14 +9,14 @@ from jax import lax
 from rcache import checkpoints as ckpt, pages as paging, pool as pools
 from rcache.batch import Rows
 from rcache.config import Config
+from rcache.indexing import NONE, look_up
 from rcache.pages import PageTable
-from rcache.pool import NONE
 from rcache.table import Table
 
 
 def trim(table: Table, sequences: jax.Array, config: Config) -> Table:
-    """Releases what `sequences` i32[n] keep further back than their groups' memory; N stands for none."""
-    lengths = table.lengths.at[sequences].get(mode="fill", fill_value=0)
+    """Releases what `sequences` i32[n] keep further back than their groups' memory."""
+    lengths = look_up(table.lengths, sequences, 0)
     return table.replace(
         page_tables=tuple(
             paging.trim(page_table, group, sequences, lengths, config.page_size)
@@ -27,7 +27,7 @@ def trim(table: Table, sequences: jax.Array, config: Config) -> Table:
 
 def leaves_slot(table: Table, rows: Rows) -> jax.Array:
     """Which rows need a slot: those of new sequences, and those that share theirs: bool[B]."""
-    held = table.slots.at[rows.index].get(mode="fill", fill_value=NONE)
+    held = look_up(table.slots, rows.index, NONE)
     return (rows.active & (held < 0)) | pools.must_leave(table.slot_pool, held)
 
 
@@ -53,24 +53,23 @@ def make_room(table: Table, rows: Rows, config: Config) -> tuple[Table, jax.Arra
     if not (config.num_checkpoints or any(group.memory is not None for group in config.page_groups)):
         return table, slots_short, pages_short
 
-    def relieve(t: Table) -> tuple[Table, jax.Array, jax.Array]:
+    def relieve(given: Table) -> tuple[Table, jax.Array, jax.Array]:
         everyone = jnp.arange(config.max_sequences, dtype=jnp.int32)
-        relieved = lax.cond(pages_short, lambda: trim(t, everyone, config), lambda: t)
+        trimmed = lax.cond(pages_short, lambda: trim(given, everyone, config), lambda: given)
+        state = (trimmed, *shortage(trimmed, rows, config))
         if config.num_checkpoints:
-            relieved = lax.while_loop(lambda t: _is_short(t, rows, config) & _has_checkpoints(t), _evict, relieved)
-        slots_still, pages_still = shortage(relieved, rows, config)
-        return lax.cond(slots_still | pages_still, lambda: t, lambda: relieved), slots_still, pages_still
+            state = lax.while_loop(is_short_with_checkpoints, evict, state)
+        relieved, slots_still, pages_still = state
+        return lax.cond(slots_still | pages_still, lambda: given, lambda: relieved), slots_still, pages_still
 
-    return lax.cond(slots_short | pages_short, relieve, lambda t: (t, slots_short, pages_short), table)
+    def is_short_with_checkpoints(state: tuple[Table, jax.Array, jax.Array]) -> jax.Array:
+        return (state[1] | state[2]) & jnp.any(state[0].checkpoints.positions >= 0)
 
+    def evict(state: tuple[Table, jax.Array, jax.Array]) -> tuple[Table, jax.Array, jax.Array]:
+        evicted = _evict(state[0])
+        return (evicted, *shortage(evicted, rows, config))
 
-def _is_short(table: Table, rows: Rows, config: Config) -> jax.Array:
-    slots_short, pages_short = shortage(table, rows, config)
-    return slots_short | pages_short
-
-
-def _has_checkpoints(table: Table) -> jax.Array:
-    return jnp.any(table.checkpoints.positions >= 0)
+    return lax.cond(slots_short | pages_short, relieve, lambda given: (given, slots_short, pages_short), table)
 
 
 def _evict(table: Table) -> Table:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from rcache import pool as pools
 from rcache.batch import Batch, Rows
 from rcache.config import Config
-from rcache.pool import NONE
+from rcache.indexing import NONE, look_up
 from rcache.status import Status, first_error
 from rcache.table import Table
 
@@ -16,12 +16,12 @@ from rcache.table import Table
 def resolve(table: Table, batch: Batch, ok: jax.Array) -> Rows:
     """The rows of `batch`, all inactive unless `ok` bool[]."""
     active = (batch.sequences >= 0) & (batch.lengths > 0) & ok
-    index = pools.drop_none(batch.sequences, table.lengths.shape[0], active)
+    index = jnp.where(active, batch.sequences, jnp.int32(NONE))
     lengths = jnp.where(active, batch.lengths, 0)
     return Rows(
         active=active,
         index=index,
-        starts=table.lengths.at[index].get(mode="fill", fill_value=0),
+        starts=look_up(table.lengths, index, 0),
         lengths=lengths,
         token_mask=jnp.arange(batch.positions.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None],
         captures=jnp.where(active[:, None], batch.captures, jnp.int32(NONE)),
@@ -33,7 +33,7 @@ def check(table: Table, batch: Batch, config: Config, context: int) -> jax.Array
     is_row = batch.sequences != -1
     has_tokens = is_row & (batch.lengths > 0)
     num_tokens = batch.positions.shape[1]
-    starts = table.lengths.at[pools.drop_none(batch.sequences, config.max_sequences)].get(mode="fill", fill_value=0)
+    starts = look_up(table.lengths, batch.sequences, 0)
     offsets = jnp.arange(num_tokens, dtype=jnp.int32)[None, :]
     token_mask = is_row[:, None] & (offsets < batch.lengths[:, None])
     unknown = is_row & ((batch.sequences < 0) | (batch.sequences >= config.max_sequences))

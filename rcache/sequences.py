@@ -18,7 +18,7 @@ from rcache import checkpoints as ckpt, kv, pages as paging, pool as pools, tabl
 from rcache.cache import Cache
 from rcache.checkpoints import Checkpoints
 from rcache.config import Config
-from rcache.pool import NONE
+from rcache.indexing import NONE
 from rcache.shift import Shift
 from rcache.status import Status, first_error
 from rcache.table import SequenceValue, Table

@@ -17,7 +17,7 @@ from rcache import payload
 from rcache.cache import Cache
 from rcache.config import StateGroup
 from rcache.forward import Forward
-from rcache.pool import NONE
+from rcache.indexing import NONE
 
 
 def read_state(

@@ -13,8 +13,9 @@ from flax import struct
 from rcache import checkpoints as ckpt, pages as paging, pool as pools
 from rcache.checkpoints import Checkpoints
 from rcache.config import Config
+from rcache.indexing import NONE, look_up, store
 from rcache.pages import PageTable
-from rcache.pool import NONE, Pool
+from rcache.pool import Pool
 
 
 class Counters(struct.PyTreeNode):
@@ -75,11 +76,9 @@ def is_sequence(config: Config, sequence: jax.Array) -> jax.Array:
 
 def row(table: Table, sequence: jax.Array) -> SequenceValue:
     """What `sequence` i32[] holds. Nothing, for an id that is none."""
-    n = table.lengths.shape[0]
-    index = pools.drop_none(sequence, n)
 
     def pick(values: jax.Array, none: int | bool) -> jax.Array:
-        return values.at[index].get(mode="fill", fill_value=none)
+        return look_up(values, sequence, none)
 
     return SequenceValue(
         length=pick(table.lengths, 0),
@@ -177,8 +176,8 @@ def release(table: Table, value: SequenceValue, ok: jax.Array) -> Table:
 
 def write_row(table: Table, sequence: jax.Array, value: SequenceValue, ok: jax.Array) -> Table:
     """Writes the row of `sequence` i32[], where `ok` bool[], leaving reference counts alone."""
-    index = pools.drop_none(sequence, table.lengths.shape[0], ok)
-    put = lambda values, new: values.at[index].set(new, mode="drop")  # noqa: E731
+    index = jnp.where(ok, sequence, jnp.int32(NONE))
+    put = lambda values, new: store(values, index, new)  # noqa: E731
     return table.replace(
         lengths=put(table.lengths, value.length),
         slots=put(table.slots, value.slot),

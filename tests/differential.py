@@ -57,8 +57,7 @@ def step(cache: rcache.Cache, tokens: jax.Array, batch: rcache.Batch, context: i
             after, captured = {}, {}
             for name, state in before.items():
                 after[name], captured[name] = _fold(state, tokens, forward, 7 * index + 100 * len(name))
-            kept = captured if batch.captures.shape[1] else None
-            cache = rcache.update_state(cache, forward, index, after, captured=kept)
+            cache = rcache.update_state(cache, forward, index, after, captured=captured)
             read[index] = before
         if layer.attention is not None:
             a = layer.attention
@@ -119,9 +118,7 @@ class Pair:
         tokens = _padded([_padded(row, NUM_TOKENS, 0) for _, row in rows], n, [0] * NUM_TOKENS)
         lengths = [len(row) for _, row in rows] if lengths is None else lengths
         grid = lambda given: _padded([_padded(row, NUM_TOKENS, -1) for row in given or []], n, [-1] * NUM_TOKENS)  # noqa: E731
-        asked = None if captures is None else _padded(
-            [_padded(row, NUM_CAPTURES, -1) for row in captures], n, [-1] * NUM_CAPTURES
-        )  # fmt: skip
+        asked = _padded([_padded(row, NUM_CAPTURES, -1) for row in captures or []], n, [-1] * NUM_CAPTURES)
         batch = rcache.make_batch(
             sequences,
             _padded(lengths, n, 0),
@@ -285,6 +282,11 @@ def check_conserved(cache: rcache.Cache) -> None:
             jax.tree.leaves(_row(table, sequence)), jax.tree.leaves(_row(virgin, sequence)), strict=True
         ):
             same(f"row of the emptied sequence {sequence}", now, new)
+
+
+@functools.cache
+def _virgin(config: rcache.Config) -> Any:
+    return jax.tree.map(np.asarray, rcache.init(config).table)
 
 
 @functools.cache
