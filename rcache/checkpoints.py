@@ -88,19 +88,16 @@ def replace(checkpoints: Checkpoints, taken: jax.Array, dropped: jax.Array, new:
 
     `new` has one checkpoint a row: `K == 1`.
     """
-    num_rows, size = checkpoints.positions.shape
-    index = jnp.arange(size, dtype=jnp.int32)[None, :]
+    index = jnp.arange(checkpoints.positions.shape[1], dtype=jnp.int32)[None, :]
     drops = (dropped >= 0)[:, None]
     behind = drops & (index >= dropped[:, None])
-    source = jnp.minimum(jnp.where(behind, index + 1, index), size - 1)
-    end = jnp.where(drops[:, 0], checkpoints.count - 1, checkpoints.count)[:, None]
+    is_end = index == jnp.where(drops, checkpoints.count[:, None] - 1, checkpoints.count[:, None])
 
     def rows(old: jax.Array, added: jax.Array, none: int) -> jax.Array:
         wide = lambda mask: mask.reshape(mask.shape + (1,) * (old.ndim - 2))  # noqa: E731
-        moved = old[jnp.arange(num_rows)[:, None], source]
-        moved = jnp.where(wide(index < end), moved, jnp.int32(none))
-        moved = jnp.where(wide(index == end), added, moved)
-        return jnp.where(wide(jnp.broadcast_to(taken[:, None], source.shape)), moved, old)
+        next_one = jnp.concatenate([old[:, 1:], jnp.full_like(old[:, :1], none)], axis=1)
+        moved = jnp.where(wide(behind), next_one, old)
+        return jnp.where(wide(taken[:, None] & is_end), added, jnp.where(wide(taken[:, None]), moved, old))
 
     return Checkpoints(
         positions=rows(checkpoints.positions, new.positions, NONE),

@@ -93,9 +93,9 @@ def must_leave(pool: Pool, ids: jax.Array) -> jax.Array:
     A holder stays if it is the only one, or the last of several in `ids` with nobody else: then all others have read
     before it writes, in whatever order rows are worked through.
     """
-    valid = ids >= 0
+    n = ids.shape[0]
     same = ids[:, None] == ids[None, :]
     holders_here = jnp.sum(same, axis=1, dtype=jnp.int32)
-    last = jnp.flip(first_occurrence(jnp.flip(ids)))
+    is_last = ~jnp.any(same & jnp.triu(jnp.ones((n, n), bool), 1), axis=1)
     holders = look_up(pool.ref_count, ids, 0)
-    return valid & ~(last & (holders == holders_here))
+    return (ids >= 0) & ~(is_last & (holders == holders_here))
