@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 
+from rcache.arguments import as_int32, check_integer
 from rcache.pool import first_occurrence, rank
 from rcache.status import Status
 
@@ -44,13 +44,6 @@ class Rows(struct.PyTreeNode):
         return self.token_mask.shape[1]
 
 
-def _int32(name: str, array: Any, ndim: int) -> jax.Array:
-    array = jnp.asarray(array) if isinstance(array, jax.Array) else jnp.asarray(np.asarray(array))
-    if array.ndim != ndim or not (jnp.issubdtype(array.dtype, jnp.integer) or array.size == 0):
-        raise ValueError(f"{name} must be an integer array of {ndim} axes, got {array.dtype}{list(array.shape)}")
-    return array.astype(jnp.int32)
-
-
 def make_batch(
     sequences: Any,
     lengths: Any,
@@ -73,15 +66,19 @@ def make_batch(
     Raises:
       ValueError: an array of other than these axes, or not of integers.
     """
-    sequences, lengths = _int32("sequences", sequences, 1), _int32("lengths", lengths, 1)
+    check_integer("num_tokens", num_tokens, 0)
+    sequences, lengths = as_int32("sequences", sequences, ndim=1), as_int32("lengths", lengths, ndim=1)
     num_rows = sequences.shape[0]
     none = jnp.full((num_rows, num_tokens), -1, jnp.int32)
+    blocks = jnp.full_like(none, -1) if bidirectional is None else as_int32("bidirectional", bidirectional, ndim=2)
     batch = Batch(
         sequences=sequences,
         lengths=lengths,
-        positions=none if positions is None else _int32("positions", positions, 2),
-        captures=none[:, :0] if captures is None else _int32("captures", captures, 2),
-        bidirectional=jnp.full_like(none, -1) if bidirectional is None else _int32("bidirectional", bidirectional, 2),
+        positions=none if positions is None else as_int32("positions", positions, ndim=2),
+        captures=none[:, :0] if captures is None else as_int32("captures", captures, ndim=2),
+        bidirectional=jnp.full_like(none, -1)
+        if bidirectional is None
+        else as_int32("bidirectional", bidirectional, ndim=2),
         status=jnp.int32(Status.OK),
     )
     for name, wanted in (
@@ -109,7 +106,9 @@ def flat_batch(sequences: Any, positions: Any, *, num_rows: int, num_tokens: int
       row `num_rows`, so that `x.at[rows, columns].set(flat, mode="drop")` skips it. If there are more sequences or
       tokens than planned, the batch's status is BATCH_TOO_LARGE, and `start_forward` refuses it.
     """
-    sequences, positions = _int32("sequences", sequences, 1), _int32("positions", positions, 1)
+    check_integer("num_rows", num_rows, 1)
+    check_integer("num_tokens", num_tokens, 1)
+    sequences, positions = as_int32("sequences", sequences, ndim=1), as_int32("positions", positions, ndim=1)
     if positions.shape != sequences.shape:
         raise ValueError(f"positions must have shape {sequences.shape}, got {positions.shape}")
     num_flat = sequences.shape[0]

@@ -40,7 +40,13 @@ def capture(table: Table, rows: Rows, write_slots: jax.Array, config: Config) ->
     due = ckpt.is_due(taker.kept, end, config.checkpoints)
     asked = jnp.any(rows.captures == rows.lengths[:, None], axis=1)
     taker.take(_Round(rows.active & (due | asked), rows.lengths, write_slots))
-    return taker.table(), jnp.stack(requested, axis=1) if requested else nowhere
+    if not requested:
+        return taker.table(), nowhere
+    # A later round may have dropped an earlier one's checkpoint and given its slot away.
+    slots, positions = jnp.stack(requested, axis=1), rows.starts[:, None] + rows.captures - 1
+    kept = taker.kept
+    is_kept = (kept.slots[:, None, :] == slots[:, :, None]) & (kept.positions[:, None, :] == positions[:, :, None])
+    return taker.table(), jnp.where(jnp.any(is_kept, axis=2), slots, jnp.int32(NONE))
 
 
 class _Taker:

@@ -12,26 +12,26 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax import dtypes
+
+from rcache.arguments import check_integer
 
 _KV_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def _dtype_name(dtype: Any, what: str) -> str:
     try:
-        name = np.dtype(dtype).name
+        name = np.dtype("none" if dtype is None else dtype).name
         canonical = np.dtype(dtypes.canonicalize_dtype(name)).name
+        if not jnp.issubdtype(canonical, jnp.number):
+            raise TypeError(f"{canonical} is not a number")
     except TypeError as error:
-        raise ValueError(f"{what} must be a dtype such as 'float32', got {dtype!r}") from error
+        raise ValueError(f"{what} must be a dtype of numbers such as 'float32', got {dtype!r}") from error
     if canonical != name:
         raise ValueError(f"{what} is {name!r}, which JAX would turn into {canonical!r}; say {canonical!r}")
     return str(name)
-
-
-def _check_integer(name: str, value: Any, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < minimum:
-        raise ValueError(f"{name} must be an integer >= {minimum}, got {value!r}")
 
 
 def _ceil_div(numerator: int, denominator: int) -> int:
@@ -46,11 +46,11 @@ class State:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        if isinstance(self.shape, int):
-            raise ValueError(f"State.shape must be a tuple of integers, got {self.shape!r}; write ({self.shape},)")
+        if not isinstance(self.shape, tuple | list):
+            raise ValueError(f"State.shape must be a tuple of integers such as (8, 64), got {self.shape!r}")
         object.__setattr__(self, "shape", tuple(self.shape))
         for size in self.shape:
-            _check_integer("every size in State.shape", size, 1)
+            check_integer("every size in State.shape", size, 1)
         object.__setattr__(self, "dtype", _dtype_name(self.dtype, "State.dtype"))
 
     @property
@@ -84,14 +84,14 @@ class Attention:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        _check_integer("Attention.num_kv_heads", self.num_kv_heads, 1)
-        _check_integer("Attention.head_dim", self.head_dim, 1)
+        check_integer("Attention.num_kv_heads", self.num_kv_heads, 1)
+        check_integer("Attention.head_dim", self.head_dim, 1)
         if self.value_dim is None:
             object.__setattr__(self, "value_dim", self.head_dim)
-        _check_integer("Attention.value_dim", self.value_dim, 1)
+        check_integer("Attention.value_dim", self.value_dim, 1)
         for name in ("sliding_window", "chunk_size"):
             if getattr(self, name) is not None:
-                _check_integer(f"Attention.{name}", getattr(self, name), 1)
+                check_integer(f"Attention.{name}", getattr(self, name), 1)
         if self.sliding_window is not None and self.chunk_size is not None:
             raise ValueError(
                 f"Attention has sliding_window={self.sliding_window} and chunk_size={self.chunk_size}: give one of them"
@@ -104,7 +104,7 @@ class Attention:
                     f"Attention.memory={self.memory} without a sliding_window or chunk_size: "
                     "such a layer sees everything and keeps everything; leave memory out"
                 )
-            _check_integer("Attention.memory (of a window or chunk this size)", self.memory, self.span)
+            check_integer("Attention.memory (of a window or chunk this size)", self.memory, self.span)
         object.__setattr__(self, "dtype", _dtype_name(self.dtype, "Attention.dtype"))
         if self.dtype not in _KV_DTYPES:
             raise ValueError(f"Attention.dtype must be one of {', '.join(_KV_DTYPES)}, got {self.dtype!r}")
@@ -134,7 +134,9 @@ class Layer:
     attention: Attention | None = None
 
     def __init__(self, states: Mapping[str, State] | tuple = (), attention: Attention | None = None) -> None:
-        pairs = tuple(states.items()) if isinstance(states, Mapping) else tuple(states)
+        if not isinstance(states, Mapping | tuple):
+            raise ValueError(f"Layer.states must map names to State, got {states!r}; attention= takes an Attention")
+        pairs = tuple(states.items()) if isinstance(states, Mapping) else states
         for pair in pairs:
             if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
                 raise ValueError(f"Layer.states must map names to State, got {states!r}")
@@ -161,9 +163,9 @@ class CheckpointPolicy:
     interval: int = 1664
 
     def __post_init__(self) -> None:
-        _check_integer("CheckpointPolicy.count", self.count, 0)
-        _check_integer("CheckpointPolicy.min_position", self.min_position, 0)
-        _check_integer("CheckpointPolicy.interval", self.interval, 1)
+        check_integer("CheckpointPolicy.count", self.count, 0)
+        check_integer("CheckpointPolicy.min_position", self.min_position, 0)
+        check_integer("CheckpointPolicy.interval", self.interval, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,24 +258,26 @@ class Config:
     max_pass_tokens: int | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.layers, tuple | list):
+            raise ValueError(f"Config.layers must be a tuple of Layer, one for each layer, got {self.layers!r}")
         object.__setattr__(self, "layers", tuple(self.layers))
         for index, layer in enumerate(self.layers):
             if not isinstance(layer, Layer):
                 raise ValueError(f"Config.layers[{index}] must be a Layer, got {layer!r}")
         if not any(layer.states or layer.attention for layer in self.layers):
             raise ValueError("Config.layers remembers nothing: give at least one layer states or attention")
-        _check_integer("Config.max_sequences", self.max_sequences, 1)
-        _check_integer("Config.context_length", self.context_length, 1)
-        _check_integer("Config.page_size", self.page_size, 1)
+        check_integer("Config.max_sequences", self.max_sequences, 1)
+        check_integer("Config.context_length", self.context_length, 1)
+        check_integer("Config.page_size", self.page_size, 1)
         if not isinstance(self.checkpoints, CheckpointPolicy):
             raise ValueError(f"Config.checkpoints must be a CheckpointPolicy, got {self.checkpoints!r}")
         if self.max_pass_tokens is None:
             object.__setattr__(self, "max_pass_tokens", self.context_length)
-        _check_integer("Config.max_pass_tokens", self.max_pass_tokens, 1)
+        check_integer("Config.max_pass_tokens", self.max_pass_tokens, 1)
         if self.num_slots is not None:
-            _check_integer("Config.num_slots", self.num_slots, 1 if self.has_states else 0)
+            check_integer("Config.num_slots", self.num_slots, 1 if self.has_states else 0)
         if self.byte_budget is not None:
-            _check_integer("Config.byte_budget", self.byte_budget, 1)
+            check_integer("Config.byte_budget", self.byte_budget, 1)
         self._resolve_capacity()
 
     def _resolve_capacity(self) -> None:
@@ -288,7 +292,7 @@ class Config:
                     f"Config.num_pages has {len(given_pages)} entries, but the layers form {len(ample_pages)} groups"
                 )
             for number in given_pages:
-                _check_integer("Config.num_pages", number, 1)
+                check_integer("Config.num_pages", number, 1)
         slots = self.num_slots if self.num_slots is not None and self.has_states else ample_slots
         pages = given_pages if given_pages is not None else ample_pages
         if self.byte_budget is not None:

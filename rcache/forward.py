@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 from rcache import captures as capturing, pages as paging, pool as pools, room, rows as batch_rows
+from rcache.arguments import check_integer
 from rcache.batch import Batch, Rows
 from rcache.cache import Cache
 from rcache.config import Config
@@ -61,6 +63,7 @@ def start_forward(cache: Cache, batch: Batch, *, context: int | None = None) -> 
       ValueError: more rows than `max_sequences`, more tokens than `max_pass_tokens`, or `context` out of range.
     """
     config = cache.config
+    _check_shapes(batch)
     num_rows, num_tokens = batch.positions.shape
     if num_rows > config.max_sequences:
         raise ValueError(f"the batch has {num_rows} rows, but Config.max_sequences is {config.max_sequences}")
@@ -70,10 +73,29 @@ def start_forward(cache: Cache, batch: Batch, *, context: int | None = None) -> 
         )
     if context is None:
         context = config.context_length
-    if not 1 <= context <= config.context_length:
-        raise ValueError(f"context must be in 1 .. context_length = {config.context_length}, got {context}")
+    check_integer("context", context, 1, config.context_length)
     table, forward, status = _start_forward(cache.table, batch, config, context)
     return cache.replace(table=table), forward, status
+
+
+def _check_shapes(batch: Batch) -> None:
+    """Batches can be built without `make_batch`, and shapes that broadcast would pass for others."""
+    chex.assert_rank(batch.positions, 2, custom_message="Batch.positions must be int32[B, T]")
+    num_rows, num_tokens = batch.positions.shape
+    chex.assert_rank(batch.captures, 2, custom_message="Batch.captures must be int32[B, C]")
+    shapes = {
+        "sequences": (num_rows,),
+        "lengths": (num_rows,),
+        "positions": (num_rows, num_tokens),
+        "captures": (num_rows, batch.captures.shape[1]),
+        "bidirectional": (num_rows, num_tokens),
+        "status": (),
+    }
+    for name, shape in shapes.items():
+        value, what = getattr(batch, name), f"Batch.{name} must be int32{list(shape)}"
+        chex.assert_shape(value, shape, custom_message=what)
+        if value.dtype != jnp.int32:
+            raise AssertionError(f"{what}, got {value.dtype}{list(value.shape)}")
 
 
 @partial(jax.jit, static_argnames=("config", "context"))

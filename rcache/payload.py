@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from rcache.arguments import as_int32
 from rcache.cache import Cache
 from rcache.forward import Forward
 from rcache.indexing import store
@@ -25,7 +26,7 @@ def example_layer(
 ) -> int:
     """A static layer index that has what `layer` has: `layer` itself, or `like` where it is traced."""
     if not isinstance(layer, jax.core.Tracer):
-        layer = int(layer)
+        layer = int(as_int32("layer", layer, ndim=0))
         if not 0 <= layer < num_layers:
             raise ValueError(f"layer must be in 0 .. {num_layers - 1}, got {layer}")
         if layer not in having:

@@ -11,10 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from rcache import checkpoints as ckpt, kv, pages as paging, pool as pools, table as tables
+from rcache.arguments import as_int32, scalars
 from rcache.cache import Cache
 from rcache.checkpoints import Checkpoints
 from rcache.config import Config
@@ -38,7 +38,13 @@ def copy_prefix(cache: Cache, src: Any, dst: Any, length: Any) -> tuple[Cache, j
     Returns:
       The cache, the length `dst` got i32[], and a status i32[]: SEQUENCE_OUT_OF_RANGE, RANGE_INVALID or OK.
     """
-    table, got, status = _copy_prefix(cache.table, _i32(src), _i32(dst), _i32(length), cache.config)
+    table, got, status = _copy_prefix(
+        cache.table,
+        *scalars(src=src),
+        *scalars(dst=dst),
+        *scalars(length=length),
+        cache.config,
+    )
     return cache.replace(table=table), got, status
 
 
@@ -47,7 +53,7 @@ def prepare_restore(cache: Cache, sequence: Any, target: Any) -> jax.Array:
 
     The whole sequence can; a shorter prefix can where its state was kept. Changes nothing.
     """
-    return _prepare_restore(cache.table, _i32(sequence), _i32(target), cache.config)
+    return _prepare_restore(cache.table, *scalars(sequence=sequence, target=target), cache.config)
 
 
 def can_resume(cache: Cache, sequence: Any, position: Any) -> jax.Array:
@@ -55,7 +61,7 @@ def can_resume(cache: Cache, sequence: Any, position: Any) -> jax.Array:
 
     Always true for position 0, always false past the end and for ids that are none.
     """
-    return _can_resume(cache.table, _i32(sequence), _i32(position), cache.config)
+    return _can_resume(cache.table, *scalars(sequence=sequence, position=position), cache.config)
 
 
 def remove(
@@ -84,14 +90,26 @@ def remove(
     """
     config = cache.config
     if end is None:
-        table, status = _remove_tail(cache.table, _i32(sequence), _i32(begin), config)
+        table, status = _remove_tail(cache.table, *scalars(sequence=sequence, begin=begin), config)
         return cache.replace(table=table), status
     if shift is None:
         if config.kv_groups:
             raise ValueError("shift must say how keys move: RopeShift(...), no_shift, or a function of the same form")
-        table, _, status = _remove_range(cache.table, _i32(sequence), _i32(begin), _i32(end), config)
+        table, _, status = _remove_range(
+            cache.table,
+            *scalars(sequence=sequence),
+            *scalars(begin=begin),
+            *scalars(end=end),
+            config,
+        )
         return cache.replace(table=table), status
-    return _remove_and_move(cache, _i32(sequence), _i32(begin), _i32(end), shift)
+    return _remove_and_move(
+        cache,
+        *scalars(sequence=sequence),
+        *scalars(begin=begin),
+        *scalars(end=end),
+        shift,
+    )
 
 
 def remove_exact(cache: Cache, sequence: Any, begin: Any, end: Any) -> tuple[Cache, jax.Array, jax.Array]:
@@ -107,7 +125,13 @@ def remove_exact(cache: Cache, sequence: Any, begin: Any, end: Any) -> tuple[Cac
       The cache, the number of tokens i32[] after `end` that the caller runs again, and a status i32[]:
       SEQUENCE_OUT_OF_RANGE, RANGE_INVALID, NOT_RESTORABLE or OK.
     """
-    table, num_rerun, status = _remove_exact(cache.table, _i32(sequence), _i32(begin), _i32(end), cache.config)
+    table, num_rerun, status = _remove_exact(
+        cache.table,
+        *scalars(sequence=sequence),
+        *scalars(begin=begin),
+        *scalars(end=end),
+        cache.config,
+    )
     return cache.replace(table=table), num_rerun, status
 
 
@@ -121,18 +145,13 @@ def reorder(cache: Cache, sources: jax.Array) -> tuple[Cache, jax.Array]:
     Returns:
       The cache and a status i32[]: SEQUENCE_OUT_OF_RANGE or OK.
     """
-    table, status = _reorder(cache.table, jnp.asarray(sources, jnp.int32), cache.config)
+    table, status = _reorder(cache.table, as_int32("sources", sources, ndim=1), cache.config)
     return cache.replace(table=table), status
 
 
 def reset(cache: Cache) -> Cache:
     """Empties every sequence and every counter; the payload stays where it is, and is never read."""
     return cache.replace(table=_reset(cache.config))
-
-
-def _i32(value: Any) -> Any:
-    """`value` as i32[]. Python integers stay on the host: the compiled call transfers them faster than `jnp` does."""
-    return jnp.asarray(value, jnp.int32) if isinstance(value, jax.Array) else np.int32(value)
 
 
 _on_table = partial(jax.jit, static_argnames="config")

@@ -42,10 +42,18 @@ class RopeShift:
     scaling: float = 1.0
     inverse_frequencies: tuple[float, ...] | None = None
 
+    def __post_init__(self) -> None:
+        if self.theta <= 0 or self.scaling <= 0:
+            raise ValueError(f"RopeShift.theta and scaling must be > 0, got {self.theta} and {self.scaling}")
+        if self.rotary_dim is not None and (self.rotary_dim < 2 or self.rotary_dim % 2):
+            raise ValueError(f"RopeShift.rotary_dim must be even and >= 2, got {self.rotary_dim}")
+        if self.inverse_frequencies is not None:
+            object.__setattr__(self, "inverse_frequencies", tuple(float(f) for f in self.inverse_frequencies))
+
     def __call__(self, keys: jax.Array, offset: jax.Array, layer: int) -> jax.Array:
         """`keys` [..., D] as if each stood `offset` i32[] positions further on."""
         del layer
-        size = self.rotary_dim or keys.shape[-1]
+        size = self._rotary_dim(keys.shape[-1])
         if self.inverse_frequencies is not None:
             frequencies = jnp.array(self.inverse_frequencies, jnp.float32)
         else:
@@ -61,3 +69,10 @@ class RopeShift:
             a, b = jnp.split(turned, 2, axis=-1)
             turned = jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
         return jnp.concatenate([turned.astype(keys.dtype), rest], axis=-1)
+
+    def _rotary_dim(self, head_dim: int) -> int:
+        given = None if self.inverse_frequencies is None else 2 * len(self.inverse_frequencies)
+        size = self.rotary_dim or given or head_dim
+        if size > head_dim or size % 2 or given not in (None, size):
+            raise ValueError(f"{self} does not fit keys of head_dim {head_dim}")
+        return size

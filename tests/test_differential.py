@@ -41,7 +41,7 @@ CONFIGS = {
         checkpoints=rcache.CheckpointPolicy(count=0),
     ),
     "one checkpoint": rcache.Config(
-        (rcache.Layer(both),), 4, 40, num_slots=6, checkpoints=rcache.CheckpointPolicy(1, 0, 1)
+        (rcache.Layer(both),), 4, 40, num_slots=6, checkpoints=rcache.CheckpointPolicy(1, 0, 12)
     ),
     "attention only": rcache.Config(
         (
