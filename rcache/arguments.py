@@ -35,7 +35,7 @@ def scalars(**named: Any) -> list[Any]:
     return [as_int32(name, value, ndim=0) for name, value in named.items()]
 
 
-def check_integer(name: str, value: Any, minimum: int, maximum: int | None = None) -> None:
+def check_integer(name: str, value: Any, minimum: int, maximum: int | None = _INT32.max) -> None:
     """Refuses anything but an integer in `minimum .. maximum`."""
     whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not whole or value < minimum or (maximum is not None and value > maximum):

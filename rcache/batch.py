@@ -76,9 +76,7 @@ def make_batch(
         lengths=lengths,
         positions=none if positions is None else as_int32("positions", positions, ndim=2),
         captures=none[:, :0] if captures is None else as_int32("captures", captures, ndim=2),
-        bidirectional=jnp.full_like(none, -1)
-        if bidirectional is None
-        else as_int32("bidirectional", bidirectional, ndim=2),
+        bidirectional=blocks,
         status=jnp.int32(Status.OK),
     )
     for name, wanted in (

@@ -28,14 +28,12 @@ class Cache(struct.PyTreeNode):
 
 def init(config: Config) -> Cache:
     """An empty cache, of `config.memory().total` bytes."""
-    assert isinstance(config.num_pages, tuple)
-    states = {
-        g.key: jnp.zeros((len(g.layers), config.num_slots, *g.state.shape), g.state.dtype) for g in config.state_groups
-    }
+    num_slots, num_pages = config.capacity
+    states = {g.key: jnp.zeros((len(g.layers), num_slots, *g.state.shape), g.state.dtype) for g in config.state_groups}
     keys, values = {}, {}
     for g in config.kv_groups:
         a = g.attention
-        shape = (a.num_kv_heads, len(g.layers), config.num_pages[g.page_group], config.page_size)
+        shape = (a.num_kv_heads, len(g.layers), num_pages[g.page_group], config.page_size)
         keys[g.key] = jnp.zeros((*shape, a.head_dim), a.dtype)
         values[g.key] = jnp.zeros((*shape, a.value_dim), a.dtype)
     return Cache(tables.init(config), states, keys, values, config)

@@ -73,7 +73,7 @@ def is_extra(checkpoints: Checkpoints, position: jax.Array, policy: CheckpointPo
 
 
 def _on_interval(newest: jax.Array, position: jax.Array, policy: CheckpointPolicy) -> jax.Array:
-    far_enough = (newest < 0) | (position >= newest + policy.interval)
+    far_enough = (newest < 0) | (position - newest >= policy.interval)
     return (position >= policy.min_position) & far_enough
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -91,7 +91,7 @@ class Attention:
         check_integer("Attention.value_dim", self.value_dim, 1)
         for name in ("sliding_window", "chunk_size"):
             if getattr(self, name) is not None:
-                check_integer(f"Attention.{name}", getattr(self, name), 1)
+                check_integer(f"Attention.{name}", getattr(self, name), 1, 2**30)
         if self.sliding_window is not None and self.chunk_size is not None:
             raise ValueError(
                 f"Attention has sliding_window={self.sliding_window} and chunk_size={self.chunk_size}: give one of them"
@@ -104,7 +104,7 @@ class Attention:
                     f"Attention.memory={self.memory} without a sliding_window or chunk_size: "
                     "such a layer sees everything and keeps everything; leave memory out"
                 )
-            check_integer("Attention.memory (of a window or chunk this size)", self.memory, self.span)
+            check_integer("Attention.memory (of a window or chunk this size)", self.memory, self.span, 2**30)
         object.__setattr__(self, "dtype", _dtype_name(self.dtype, "Attention.dtype"))
         if self.dtype not in _KV_DTYPES:
             raise ValueError(f"Attention.dtype must be one of {', '.join(_KV_DTYPES)}, got {self.dtype!r}")
@@ -206,6 +206,13 @@ class PageGroup:
     checkpoint_pages: int
 
 
+class Capacity(NamedTuple):
+    """Room: state slots (`S`), and pages (`P`) of each page group."""
+
+    slots: int
+    pages: tuple[int, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class MemoryReport:
     """Bytes of a configuration, by part. `total` is what `init` allocates."""
@@ -228,7 +235,7 @@ class MemoryReport:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The shape of a cache.
+    """The shape of a cache. `capacity` says how many slots and pages it has, `memory()` how many bytes.
 
     Args:
       layers: one `Layer` for each layer of the model, in order; layers that remember nothing are `Layer()`.
@@ -267,74 +274,74 @@ class Config:
         if not any(layer.states or layer.attention for layer in self.layers):
             raise ValueError("Config.layers remembers nothing: give at least one layer states or attention")
         check_integer("Config.max_sequences", self.max_sequences, 1)
-        check_integer("Config.context_length", self.context_length, 1)
-        check_integer("Config.page_size", self.page_size, 1)
+        check_integer("Config.context_length", self.context_length, 1, 2**30)
+        check_integer("Config.page_size", self.page_size, 1, 2**30)
         if not isinstance(self.checkpoints, CheckpointPolicy):
             raise ValueError(f"Config.checkpoints must be a CheckpointPolicy, got {self.checkpoints!r}")
-        if self.max_pass_tokens is None:
-            object.__setattr__(self, "max_pass_tokens", self.context_length)
-        check_integer("Config.max_pass_tokens", self.max_pass_tokens, 1)
+        if self.max_pass_tokens is not None:
+            check_integer("Config.max_pass_tokens", self.max_pass_tokens, 1, 2**30)
         if self.num_slots is not None:
-            check_integer("Config.num_slots", self.num_slots, 1 if self.has_states else 0)
+            check_integer("Config.num_slots", self.num_slots, 1)
         if self.byte_budget is not None:
-            check_integer("Config.byte_budget", self.byte_budget, 1)
-        self._resolve_capacity()
+            check_integer("Config.byte_budget", self.byte_budget, 1, None)
+        _ = self.capacity  # which may not fit the byte budget
 
-    def _resolve_capacity(self) -> None:
-        """Fills in `num_slots` and `num_pages`: what is asked for, or the ample numbers, shrunk to the byte budget."""
+    @cached_property
+    def capacity(self) -> Capacity:
+        """Slots and pages: those asked for, or ample ones, shrunk to the byte budget."""
         ample_slots = self.max_sequences * (1 + self.num_checkpoints) if self.has_states else 0
-        ample_pages = tuple(self._ample_pages(group) for group in self.page_groups)
-        given_pages: tuple[int, ...] | None = None
-        if self.num_pages is not None:
-            given_pages = self.num_pages if isinstance(self.num_pages, tuple) else (self.num_pages,) * len(ample_pages)
-            if len(given_pages) != len(ample_pages):
-                raise ValueError(
-                    f"Config.num_pages has {len(given_pages)} entries, but the layers form {len(ample_pages)} groups"
-                )
-            for number in given_pages:
-                check_integer("Config.num_pages", number, 1)
         slots = self.num_slots if self.num_slots is not None and self.has_states else ample_slots
-        pages = given_pages if given_pages is not None else ample_pages
-        if self.byte_budget is not None:
-            slots, pages = self._fit_budget(slots, pages, given_pages is not None)
-        object.__setattr__(self, "num_slots", slots)
-        object.__setattr__(self, "num_pages", pages)
+        pages = tuple(self._ample_pages(group) for group in self.page_groups)
+        if self.num_pages is not None:
+            given = self.num_pages if isinstance(self.num_pages, tuple) else (self.num_pages,) * len(pages)
+            if len(given) != len(pages):
+                raise ValueError(f"Config.num_pages has {len(given)} entries, but the layers form {len(pages)} groups")
+            for number in given:
+                check_integer("Config.num_pages", number, 1)
+            pages = given
+        capacity = Capacity(slots, pages)
+        return capacity if self.byte_budget is None else self._fit_budget(capacity)
 
     def _ample_pages(self, group: PageGroup) -> int:
         everything = self.max_sequences * self.pages_per_sequence
         if group.memory is None:
             return everything
-        assert self.max_pass_tokens is not None
-        live = _ceil_div(group.memory + self.max_pass_tokens, self.page_size) + 1
+        live = _ceil_div(group.memory + self.most_pass_tokens, self.page_size) + 1
         kept = live + self.num_checkpoints * group.checkpoint_pages
         most = self.pages_per_sequence + self.num_checkpoints  # a checkpoint's last page may have been copied
         return self.max_sequences * min(most, kept)
 
-    def _fit_budget(self, slots: int, pages: tuple[int, ...], pages_given: bool) -> tuple[int, tuple[int, ...]]:
-        """The largest slots and pages within the byte budget, both shrunk in the same proportion."""
-        assert self.byte_budget is not None
-        least_slots = slots if self.num_slots is not None else min(slots, self.max_sequences)
-        least_pages = pages if pages_given else tuple(min(p, self.pages_per_sequence) for p in pages)
+    def _fit_budget(self, ample: Capacity) -> Capacity:
+        """The largest slots and pages within the byte budget, those not given shrunk in the same proportion."""
+        budget = self.byte_budget
+        assert budget is not None
+        slots = ample.slots if self.num_slots is not None else min(ample.slots, self.max_sequences)
+        pages = ample.pages
+        if self.num_pages is None:
+            pages = tuple(min(number, self.pages_per_sequence) for number in pages)
+        least = Capacity(slots, pages)
 
-        def at(share: float) -> tuple[int, tuple[int, ...]]:
-            shrink = lambda least, most: least + int((most - least) * share)  # noqa: E731
-            return shrink(least_slots, slots), tuple(map(shrink, least_pages, pages))
+        def at(share: float) -> Capacity:
+            shrink = lambda low, high: low + int((high - low) * share)  # noqa: E731
+            return Capacity(shrink(least.slots, ample.slots), tuple(map(shrink, least.pages, ample.pages)))
 
-        def total(share: float) -> int:
-            return self._memory(*at(share)).total
+        def fits(share: float) -> bool:
+            return self._memory(at(share)).total <= budget
 
-        if total(0.0) > self.byte_budget:
+        if not fits(0.0):
             raise ValueError(
-                f"Config.byte_budget={self.byte_budget} is too small: {total(0.0)} bytes are needed for "
-                f"{least_slots} slots and {sum(least_pages)} pages"
+                f"Config.byte_budget={self.byte_budget} is too small: {self._memory(least).total} bytes are needed for "
+                f"{least.slots} slots and {sum(least.pages)} pages"
             )
-        if total(1.0) <= self.byte_budget:
-            return at(1.0)
-        low, high = 0.0, 1.0
+        low, high = (1.0, 1.0) if fits(1.0) else (0.0, 1.0)
         for _ in range(40):
             middle = (low + high) / 2
-            low, high = (middle, high) if total(middle) <= self.byte_budget else (low, middle)
+            low, high = (middle, high) if fits(middle) else (low, middle)
         return at(low)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Without what is derived: hashes of strings differ from process to process.
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def __hash__(self) -> int:
         # Every call of a compiled operation hashes its config, and that walks all layers.
@@ -349,6 +356,11 @@ class Config:
     @cached_property
     def has_states(self) -> bool:
         return any(layer.states for layer in self.layers)
+
+    @cached_property
+    def most_pass_tokens(self) -> int:
+        """The most tokens of one row of a batch."""
+        return self.context_length if self.max_pass_tokens is None else self.max_pass_tokens
 
     @cached_property
     def num_checkpoints(self) -> int:
@@ -405,10 +417,10 @@ class Config:
 
     def memory(self) -> MemoryReport:
         """Bytes this cache takes, computed without allocating anything."""
-        assert self.num_slots is not None and isinstance(self.num_pages, tuple)
-        return self._memory(self.num_slots, self.num_pages)
+        return self._memory(self.capacity)
 
-    def _memory(self, num_slots: int, num_pages: tuple[int, ...]) -> MemoryReport:
+    def _memory(self, capacity: Capacity) -> MemoryReport:
+        num_slots, num_pages = capacity
         states = {g.key: len(g.layers) * num_slots * g.state.num_bytes for g in self.state_groups}
         kv = {
             g.key: len(g.layers) * num_pages[g.page_group] * self.page_size * g.attention.num_bytes

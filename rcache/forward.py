@@ -67,9 +67,9 @@ def start_forward(cache: Cache, batch: Batch, *, context: int | None = None) -> 
     num_rows, num_tokens = batch.positions.shape
     if num_rows > config.max_sequences:
         raise ValueError(f"the batch has {num_rows} rows, but Config.max_sequences is {config.max_sequences}")
-    if num_tokens > (config.max_pass_tokens or 0):
+    if num_tokens > config.most_pass_tokens:
         raise ValueError(
-            f"the batch has rows of {num_tokens} tokens, but Config.max_pass_tokens is {config.max_pass_tokens}"
+            f"the batch has rows of {num_tokens} tokens, but Config.max_pass_tokens is {config.most_pass_tokens}"
         )
     if context is None:
         context = config.context_length

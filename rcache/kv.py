@@ -31,7 +31,7 @@ def put(
     Args:
       cache: the cache.
       forward: the plan of this pass.
-      layer: index into `config.layers`; may be traced (a scan over equal layers).
+      layer: index into `config.layers`; may be traced (a scan over equal layers); then it is not checked.
       keys: `[B, T, H, D]` in the config's dtype, positions already encoded; padding is not stored.
       values: `[B, T, H, Dv]`.
       like: with a traced `layer`, one index it may take. Not needed where all attention layers are equal.

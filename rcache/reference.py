@@ -589,13 +589,11 @@ class ReferenceCache:
         return Status.OK
 
     def _free_slots(self, sequences: list[Sequence]) -> int:
-        assert self.config.num_slots is not None
-        return self.config.num_slots - sum(isinstance(held, Slot) for held in _holders(sequences))
+        return self.config.capacity.slots - sum(isinstance(held, Slot) for held in _holders(sequences))
 
     def _free_pages(self, sequences: list[Sequence]) -> tuple[int, ...]:
-        assert isinstance(self.config.num_pages, tuple)
         used = [len({page for s in sequences for page in _pages(s, g)}) for g in range(len(self.groups))]
-        return tuple(pages - n for pages, n in zip(self.config.num_pages, used, strict=True))
+        return tuple(pages - n for pages, n in zip(self.config.capacity.pages, used, strict=True))
 
     # Queries
 

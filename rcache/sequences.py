@@ -38,13 +38,7 @@ def copy_prefix(cache: Cache, src: Any, dst: Any, length: Any) -> tuple[Cache, j
     Returns:
       The cache, the length `dst` got i32[], and a status i32[]: SEQUENCE_OUT_OF_RANGE, RANGE_INVALID or OK.
     """
-    table, got, status = _copy_prefix(
-        cache.table,
-        *scalars(src=src),
-        *scalars(dst=dst),
-        *scalars(length=length),
-        cache.config,
-    )
+    table, got, status = _copy_prefix(cache.table, *scalars(src=src, dst=dst, length=length), cache.config)
     return cache.replace(table=table), got, status
 
 
@@ -95,21 +89,9 @@ def remove(
     if shift is None:
         if config.kv_groups:
             raise ValueError("shift must say how keys move: RopeShift(...), no_shift, or a function of the same form")
-        table, _, status = _remove_range(
-            cache.table,
-            *scalars(sequence=sequence),
-            *scalars(begin=begin),
-            *scalars(end=end),
-            config,
-        )
+        table, _, status = _remove_range(cache.table, *scalars(sequence=sequence, begin=begin, end=end), config)
         return cache.replace(table=table), status
-    return _remove_and_move(
-        cache,
-        *scalars(sequence=sequence),
-        *scalars(begin=begin),
-        *scalars(end=end),
-        shift,
-    )
+    return _remove_and_move(cache, *scalars(sequence=sequence, begin=begin, end=end), shift)
 
 
 def remove_exact(cache: Cache, sequence: Any, begin: Any, end: Any) -> tuple[Cache, jax.Array, jax.Array]:
@@ -126,11 +108,7 @@ def remove_exact(cache: Cache, sequence: Any, begin: Any, end: Any) -> tuple[Cac
       SEQUENCE_OUT_OF_RANGE, RANGE_INVALID, NOT_RESTORABLE or OK.
     """
     table, num_rerun, status = _remove_exact(
-        cache.table,
-        *scalars(sequence=sequence),
-        *scalars(begin=begin),
-        *scalars(end=end),
-        cache.config,
+        cache.table, *scalars(sequence=sequence, begin=begin, end=end), cache.config
     )
     return cache.replace(table=table), num_rerun, status
 

@@ -28,7 +28,7 @@ def read_state(
     Args:
       cache: the cache.
       forward: the plan of this pass.
-      layer: index into `config.layers`; may be traced (a scan over equal layers).
+      layer: index into `config.layers`; may be traced (a scan over equal layers); then it is not checked.
       like: with a traced `layer`, one index it may take: says which layers it ranges over. Not needed where all layers
         with states have the same ones.
 

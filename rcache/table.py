@@ -51,15 +51,14 @@ class SequenceValue(struct.PyTreeNode):
 
 def init(config: Config) -> Table:
     """N empty sequences."""
-    assert config.num_slots is not None and isinstance(config.num_pages, tuple)
     n = config.max_sequences
     return Table(
         lengths=jnp.zeros(n, jnp.int32),
         slots=jnp.full(n, NONE, jnp.int32),
         approximate=jnp.zeros(n, bool),
-        slot_pool=pools.init(config.num_slots),
+        slot_pool=pools.init(config.capacity.slots),
         checkpoints=ckpt.empty((n,), config.num_checkpoints, window_widths(config)),
-        page_tables=tuple(paging.init(config, pages) for pages in config.num_pages),
+        page_tables=tuple(paging.init(config, pages) for pages in config.capacity.pages),
         counters=Counters(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)),
     )
 

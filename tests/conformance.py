@@ -672,7 +672,7 @@ def run_file(path: Path, implementation: str = "jax") -> Report:
     for trace in recorded["traces"]:
         cache = IMPLEMENTATIONS[implementation](config, recorded["config"]["max_batch"])
         report.traces += 1
-        TraceRun(recorded["config"], trace["seed"], cache, sum(config.num_pages), report).run(trace["ops"])
+        TraceRun(recorded["config"], trace["seed"], cache, sum(config.capacity.pages), report).run(trace["ops"])
     return report
 
 
