@@ -1,0 +1,253 @@
+"""Running a model over a cache: passes, prefill in repeated shapes, and decoding as one compiled loop.
+
+The outermost jit is here, so this is where the cache is donated: the one passed in is gone, go on with the one
+returned. Statuses are sticky: a pass behind one that was refused is refused for the same reason. However many passes run
+before somebody looks at the status, no token is put behind one that is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx, struct
+from jax import lax
+from models import LanguageModel
+
+import rcache
+
+
+class SplitModel(struct.PyTreeNode):
+    """A model as an argument of compiled functions: the weights are its leaves, the architecture is static."""
+
+    weights: Any  # nnx.State
+    graphdef: Any = struct.field(pytree_node=False)
+
+    def merge(self) -> LanguageModel:
+        return nnx.merge(self.graphdef, self.weights)
+
+
+def split(model: LanguageModel) -> SplitModel:
+    """The model as something to hand to `run`, `prefill` and `generate`."""
+    graphdef, weights = nnx.split(model)
+    return SplitModel(weights, graphdef)
+
+
+@partial(jax.jit, static_argnames="context", donate_argnames="cache")
+def run(
+    model: SplitModel, cache: rcache.Cache, tokens: jax.Array, batch: rcache.Batch, *, context: int | None = None
+) -> tuple[rcache.Cache, jax.Array, jax.Array]:
+    """One pass: tokens i32[B, T] to the cache, logits f32[B, T, V] and a status i32[]."""
+    cache, forward, status = rcache.start_forward(cache, batch, context=context)
+    logits, cache = model.merge()(tokens, cache, forward)
+    return cache, logits, status
+
+
+@partial(jax.jit, static_argnames="context", donate_argnames="cache")
+def _run_to_last(
+    model: SplitModel, cache: rcache.Cache, tokens: jax.Array, batch: rcache.Batch, *, context: int | None
+) -> tuple[rcache.Cache, jax.Array, jax.Array]:
+    """As `run`, with only the logits f32[B, V] of each row's last token."""
+    cache, forward, status = rcache.start_forward(cache, batch, context=context)
+    merged = model.merge()
+    hidden, cache = merged.hidden(tokens, cache, forward)
+    last = jnp.maximum(forward.lengths - 1, 0)[:, None, None]
+    return cache, merged.logits(jnp.take_along_axis(hidden, last, axis=1)[:, 0]), status
+
+
+def prefill(
+    model: SplitModel,
+    cache: rcache.Cache,
+    prompts: Sequence[Sequence[int]],
+    sequences: Sequence[int],
+    *,
+    num_rows: int | None = None,
+    buckets: Sequence[int] = (16, 64, 256),
+    captures: Sequence[Sequence[int]] | None = None,
+    num_captures: int | None = None,
+    context: int | None = None,
+) -> tuple[rcache.Cache, jax.Array, jax.Array]:
+    """Appends `prompts[b]` to `sequences[b]`, in as many passes as the longest needs.
+
+    Passes are padded to one of a few shapes, so that they are compiled once: `num_rows` rows (default: as many as there
+    are prompts) of one of `buckets` tokens.
+
+    Args:
+      model: the model.
+      cache: the cache; donated.
+      prompts: at least one token each.
+      sequences: their sequence ids.
+      num_rows: rows of a pass.
+      buckets: lengths of a pass, ascending. Longer prompts run in passes of the last one.
+      captures: for each prompt, ascending numbers of its tokens after which to keep a checkpoint.
+      num_captures: captures that a pass has room for in each row; default: the most that a prompt asks for.
+      context: as in `rcache.start_forward`.
+
+    Returns:
+      The cache, logits f32[num_rows, V] after the last token of each prompt, and a status i32[]. If it is not OK,
+      sequences hold what ran before the pass that was refused.
+    """
+    if not all(map(len, prompts)):
+        raise ValueError("a prompt is empty: at least one token must run to have logits")
+    num_rows = len(prompts) if num_rows is None else num_rows
+    captures = [()] * len(prompts) if captures is None else captures
+    num_captures = max(map(len, captures)) if num_captures is None else num_captures
+    row_ids = np.full(num_rows, -1, np.int32)
+    row_ids[: len(prompts)] = sequences
+    logits = None
+    status = jnp.int32(rcache.Status.OK)
+    start = 0
+    while start < max(map(len, prompts)):
+        num_tokens = bucket_of(max(map(len, prompts)) - start, buckets)
+        tokens = np.zeros((num_rows, num_tokens), np.int32)
+        lengths = np.zeros(num_rows, np.int32)
+        offsets = np.full((num_rows, num_captures), -1, np.int32)
+        for row, (prompt, wanted) in enumerate(zip(prompts, captures, strict=True)):
+            chunk = prompt[start : start + num_tokens]
+            lengths[row] = len(chunk)
+            tokens[row, : len(chunk)] = chunk
+            inside = [offset - start for offset in wanted if start < offset <= start + len(chunk)]
+            offsets[row, : len(inside)] = inside
+        batch = rcache.make_batch(row_ids, lengths, num_tokens, captures=offsets).replace(status=status)
+        cache, new, status = _run_to_last(model, cache, jnp.asarray(tokens), batch, context=context)
+        logits = new if logits is None else jnp.where(jnp.asarray(lengths > 0)[:, None], new, logits)
+        start += num_tokens
+    return cache, logits, status
+
+
+def bucket_of(length: int, buckets: Sequence[int]) -> int:
+    """The smallest of `buckets` (ascending) that is not less than `length`; the last one if none is."""
+    return next((bucket for bucket in buckets if bucket >= length), buckets[-1])
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Args:
+      temperature: logits are divided by it; 0: the likeliest token (greedy).
+      top_k: only the `top_k` likeliest tokens; None: all.
+      top_p: only the likeliest tokens that together have this probability, at least one.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"temperature must not be negative, got {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1 or None, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+
+
+def sample(logits: jax.Array, keys: jax.Array, positions: jax.Array, sampling: Sampling) -> jax.Array:
+    """The next token of each row: logits f32[B, V], keys key[B] and positions i32[B] to i32[B].
+
+    The draw depends on the row's key and the token's position only, not on how the tokens before it were run.
+    """
+    if sampling.temperature == 0:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    logits = logits / sampling.temperature
+    if sampling.top_k is not None:
+        kth = lax.top_k(logits, min(sampling.top_k, logits.shape[-1]))[0][:, -1:]
+        logits = jnp.where(logits < kth, -jnp.inf, logits)
+    if sampling.top_p < 1:
+        descending = jnp.sort(logits, axis=-1, descending=True)
+        probabilities = jax.nn.softmax(descending, axis=-1)
+        kept = jnp.cumsum(probabilities, axis=-1) - probabilities < sampling.top_p
+        least = jnp.min(jnp.where(kept, descending, jnp.inf), axis=-1, keepdims=True)
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    draw = lambda key, position, row: jax.random.categorical(jax.random.fold_in(key, position), row)  # noqa: E731
+    return jax.vmap(draw)(keys, positions, logits).astype(jnp.int32)
+
+
+class Generated(struct.PyTreeNode):
+    """What `B` rows were answered: their first `lengths` tokens, a stop token included; 0 behind."""
+
+    tokens: jax.Array  # i32[B, M]
+    lengths: jax.Array  # i32[B]
+
+
+@partial(
+    jax.jit,
+    static_argnames=("max_new_tokens", "stop_tokens", "sampling", "context"),
+    donate_argnames="cache",
+)
+def generate(
+    model: SplitModel,
+    cache: rcache.Cache,
+    sequences: jax.Array,
+    logits: jax.Array,
+    *,
+    max_new_tokens: int,
+    limits: jax.Array | None = None,
+    stop_tokens: tuple[int, ...] = (),
+    sampling: Sampling = Sampling(),
+    keys: jax.Array | None = None,
+    context: int | None = None,
+) -> tuple[rcache.Cache, Generated, jax.Array]:
+    """Continues sequences token by token, in one compiled loop. Rows that have stopped are padding from then on.
+
+    Args:
+      model: the model.
+      cache: the cache; donated.
+      sequences: i32[B] sequence ids, -1 for rows of padding.
+      logits: f32[B, V] after the last token of each, as from `prefill`.
+      max_new_tokens: `M`, room for the tokens of a row.
+      limits: i32[B]: the most new tokens of each row; None: `M`.
+      stop_tokens: a row ends with the first of these.
+      sampling: how tokens are chosen.
+      keys: key[B], one PRNG key a row; not needed for greedy decoding.
+      context: as in `rcache.start_forward`.
+
+    Returns:
+      The cache, what was generated, and a status i32[]. A sequence holds all its tokens but the last, which was chosen
+      and not run. If the status is not OK, the loop ended there.
+    """
+    if keys is None:
+        if sampling.temperature > 0:
+            raise ValueError("keys must be given where temperature > 0")
+        keys = jax.random.split(jax.random.key(0), sequences.shape[0])
+    num_rows = sequences.shape[0]
+    rows = jnp.arange(num_rows, dtype=jnp.int32)
+    capacity = jnp.int32(max_new_tokens)
+    limits = jnp.full(num_rows, capacity) if limits is None else jnp.minimum(limits.astype(jnp.int32), capacity)
+    starts = rcache.lengths(cache)[jnp.maximum(sequences, 0)]
+    stops = jnp.array(stop_tokens, jnp.int32)
+    merged = model.merge()
+
+    def choose(generated: Generated, active: jax.Array, logits: jax.Array) -> tuple[Generated, jax.Array]:
+        """Appends a token to active rows: bool[B], which are no longer so when they have stopped."""
+        token = sample(logits, keys, starts + generated.lengths, sampling)
+        column = jnp.where(active, generated.lengths, capacity)
+        tokens = generated.tokens.at[rows, column].set(token, mode="drop")
+        lengths = generated.lengths + active.astype(jnp.int32)
+        stopped = jnp.any(token[:, None] == stops[None, :], axis=1) | (lengths >= limits)
+        return Generated(tokens, lengths), active & ~stopped
+
+    def goes_on(carry: tuple) -> jax.Array:
+        _, _, active, status = carry
+        return jnp.any(active) & (status == rcache.Status.OK)
+
+    def step(carry: tuple) -> tuple:
+        cache, generated, active, status = carry
+        token = generated.tokens[rows, jnp.maximum(generated.lengths - 1, 0)]
+        batch = rcache.make_batch(jnp.where(active, sequences, -1), active.astype(jnp.int32), 1)
+        cache, forward, status = rcache.start_forward(cache, batch.replace(status=status), context=context)
+        logits, cache = merged(token[:, None], cache, forward)
+        generated, active = choose(generated, active & (status == rcache.Status.OK), logits[:, 0])
+        return cache, generated, active, status
+
+    nothing = Generated(jnp.zeros((num_rows, max_new_tokens), jnp.int32), jnp.zeros(num_rows, jnp.int32))
+    generated, active = choose(nothing, (sequences >= 0) & (limits > 0), logits)
+    status = jnp.int32(rcache.Status.OK)
+    cache, generated, _, status = lax.while_loop(goes_on, step, (cache, generated, active, status))
+    return cache, generated, status

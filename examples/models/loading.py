@@ -1,0 +1,87 @@
+"""Models from Hugging Face folders: `config.json` and one or several safetensors files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors import safe_open
+
+ModelT = TypeVar("ModelT", bound=nnx.Module)
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """`config.json` of a folder."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} has no config.json: not a folder that Hugging Face's save_pretrained wrote")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def read_weights(folder: str | Path) -> dict[str, np.ndarray]:
+    """Every tensor of a folder by name, in the type it is stored in (bfloat16 as ml_dtypes' NumPy type)."""
+    weights: dict[str, np.ndarray] = {}
+    for path in _weight_files(Path(folder)):
+        with safe_open(path, framework="numpy") as tensors:
+            weights |= {name: tensors.get_tensor(name) for name in tensors.keys()}
+    return weights
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise ValueError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
+    shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    if missing := [shard for shard in shards if not (folder / shard).is_file()]:
+        raise ValueError(f"{index} names files that are not there: {', '.join(missing)}")
+    return [folder / shard for shard in shards]
+
+
+def without_tied_head(weights: Mapping[str, np.ndarray], embedding: str, head: str = "lm_head.weight") -> dict:
+    """`weights` for a config that ties the embedding and the head, without the head if it is stored as well.
+
+    Raises:
+      ValueError: the head is another matrix than the embedding.
+    """
+    if head in weights and embedding in weights and not np.array_equal(weights[head], weights[embedding]):
+        raise ValueError(f"the config has tie_word_embeddings, but {head} is not {embedding}")
+    return {name: array for name, array in weights.items() if name != head}
+
+
+def build(
+    make: Callable[[], ModelT],
+    weights: Mapping[str, np.ndarray],
+    *,
+    name_of: Callable[[str], str],
+) -> ModelT:
+    """The module that `make` describes, with its parameters taken from `weights` as float32.
+
+    Args:
+      make: makes the module; it is traced only, so that nothing is initialised in vain.
+      weights: arrays by checkpoint name.
+      name_of: checkpoint name of a parameter, given its path in the module, such as `layers.0.ffn_norm.weight`.
+
+    Raises:
+      ValueError: naming every tensor that is missing, unexpected or of another shape.
+    """
+    graphdef, abstract = nnx.split(nnx.eval_shape(make))
+    wanted = {name_of(".".join(map(str, path))): (path, leaf) for path, leaf in nnx.to_flat_state(abstract)}
+    problems = [f"missing: {name} {list(leaf.shape)}" for name, (_, leaf) in wanted.items() if name not in weights]
+    problems += [f"unexpected: {name}" for name in weights if name not in wanted]
+    problems += [
+        f"mis-shaped: {name} is {list(weights[name].shape)}, the config says {list(leaf.shape)}"
+        for name, (_, leaf) in wanted.items()
+        if name in weights and weights[name].shape != leaf.shape
+    ]
+    if problems:
+        raise ValueError("the weights do not fit the config:\n  " + "\n  ".join(sorted(problems)))
+    loaded = [(path, leaf.replace(jnp.asarray(weights[name], jnp.float32))) for name, (path, leaf) in wanted.items()]
+    return nnx.merge(graphdef, nnx.from_flat_state(loaded))

@@ -1,0 +1,248 @@
+"""Checks models against the logits Hugging Face transformers computed: python examples/verify.py [FOLDER ...]
+
+A folder has a checkpoint and `expected.npz`: `input_ids` i32[B, L], `logits` f32[B, L, V], and `greedy` i32[B, G], of
+which the last 16 tokens are greedy continuations of the others. Every way through the cache must lead to those logits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import decoding
+import jax
+import jax.numpy as jnp
+import models
+import numpy as np
+
+import rcache
+
+DEFAULT_FOLDER = Path(__file__).resolve().parent.parent / "tests" / "data" / "hf" / "lfm2"
+TOLERANCE = 1e-4
+NUM_GREEDY = 16
+CHUNK = 8
+
+
+@dataclass(frozen=True)
+class Result:
+    """`error` is the largest difference of a logit, or the number of tokens that differ."""
+
+    check: str
+    error: float
+    ok: bool
+
+
+class Verifier:
+    """One model, and one configuration of a cache for all checks, so that shapes repeat."""
+
+    def __init__(self, folder: Path) -> None:
+        model = models.load(folder)
+        with np.load(folder / "expected.npz") as expected:
+            self.tokens, self.logits, self.greedy = (expected[name] for name in ("input_ids", "logits", "greedy"))
+        self.num_rows, self.length = self.tokens.shape
+        self.model = decoding.split(model)
+        self.config = rcache.Config(
+            model.cache_layers(),
+            max_sequences=2 * self.num_rows,
+            context_length=max(self.length, self.greedy.shape[1]) + CHUNK,
+            checkpoints=rcache.CheckpointPolicy(count=16, min_position=2, interval=3),
+        )
+        self.rows = np.arange(self.num_rows)
+        self.wrong_tokens = (self.tokens + 1) % self.logits.shape[-1]
+
+    def run(
+        self,
+        cache: rcache.Cache,
+        tokens: np.ndarray,
+        begins: np.ndarray,
+        ends: np.ndarray,
+        *,
+        width: int,
+        first: int = 0,
+        captures: np.ndarray | None = None,
+    ) -> tuple[rcache.Cache, np.ndarray]:
+        """Runs `tokens[b, begins[b]:ends[b]]` of each row in sequence `first + b`, in one pass padded to `width`.
+
+        Returns the cache and logits [B, L, V], NaN where nothing was run. What pads a row are real tokens, not zeros.
+        """
+        lengths = ends - begins
+        index = (begins[:, None] + np.arange(width)) % self.length
+        batch = rcache.make_batch(np.where(lengths > 0, self.rows + first, -1), lengths, width, captures=captures)
+        window = np.take_along_axis(tokens, index, axis=1)
+        cache, logits, status = decoding.run(self.model, cache, window, batch)
+        rcache.raise_if_error(status)
+        if not np.isfinite(logits).all():
+            raise FloatingPointError("logits are not finite, in padding or elsewhere")
+        placed = np.full(self.logits.shape, np.nan, np.float32)
+        for row, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+            placed[row, begin:end] = np.asarray(logits)[row, : end - begin]
+        return cache, placed
+
+    def run_chunks(
+        self,
+        cache: rcache.Cache,
+        begins: np.ndarray,
+        ends: np.ndarray,
+        *,
+        tokens: np.ndarray | None = None,
+        width: int = CHUNK,
+        first: int = 0,
+        seed: int = 0,
+    ) -> tuple[rcache.Cache, np.ndarray]:
+        """As `run`, in passes of random length 0 .. `width` for each row."""
+        rng = np.random.default_rng(seed)
+        merged = np.full(self.logits.shape, np.nan, np.float32)
+        while (begins < ends).any():
+            steps = rng.integers(0, width + 1, self.num_rows) if width > 1 else np.ones(self.num_rows, int)
+            stops = np.minimum(begins + steps, ends)
+            chosen = self.tokens if tokens is None else tokens
+            cache, logits = self.run(cache, chosen, begins, stops, width=width, first=first)
+            merged = np.where(np.isnan(merged), logits, merged)
+            begins = stops
+        return cache, merged
+
+    def each(self, value: int) -> np.ndarray:
+        return np.full(self.num_rows, value)
+
+    def error(self, logits: np.ndarray, begins: np.ndarray | int = 0) -> float:
+        """The largest difference from the expected logits, from token `begins` of each row on."""
+        wanted = np.arange(self.length) >= np.broadcast_to(begins, self.num_rows)[:, None]
+        return float(np.max(np.abs(logits - self.logits)[wanted]))
+
+    def whole(self) -> float:
+        begins, ends = self.each(0), self.each(self.length)
+        _, logits = self.run(rcache.init(self.config), self.tokens, begins, ends, width=self.length)
+        return self.error(logits)
+
+    def ragged_chunks(self) -> float:
+        _, logits = self.run_chunks(rcache.init(self.config), self.each(0), self.each(self.length))
+        return self.error(logits)
+
+    def token_by_token(self) -> float:
+        _, logits = self.run_chunks(rcache.init(self.config), self.each(0), self.each(self.length), width=1)
+        return self.error(logits)
+
+    def fork(self) -> float:
+        """Forks go wrong ways; then the originals, and forks of them that were made before, go the right way."""
+        half = self.each(self.length // 2)
+        cache, _ = self.run_chunks(rcache.init(self.config), self.each(0), half)
+        for row in self.rows:
+            cache, got, status = rcache.copy_prefix(cache, row, row + self.num_rows, half[row])
+            rcache.raise_if_error(status)
+            assert got == half[row], "a fork at the end of a sequence got less than all of it"
+        cache, _ = self.run_chunks(cache, half, half + 2 * CHUNK, tokens=self.wrong_tokens, first=self.num_rows, seed=1)
+        cache, original = self.run_chunks(cache, half, self.each(self.length), seed=2)
+        for row in self.rows:
+            cache, status = rcache.remove(cache, row + self.num_rows, half[row])
+            rcache.raise_if_error(status)
+        _, fork = self.run_chunks(cache, half, self.each(self.length), first=self.num_rows, seed=3)
+        return max(self.error(original, half), self.error(fork, half))
+
+    def _roll_back_and_run(self, cache: rcache.Cache, target: int) -> tuple[rcache.Cache, float]:
+        """Rolls all rows back to a checkpoint at or before `target`, and runs the right tokens from there."""
+        resume = np.array([rcache.prepare_restore(cache, row, target) for row in self.rows])
+        assert (resume > 0).all() and (resume <= target).all(), f"no checkpoint to roll back to: {resume}"
+        for row in self.rows:
+            cache, status = rcache.remove(cache, row, resume[row])
+            rcache.raise_if_error(status)
+        cache, logits = self.run_chunks(cache, resume, self.each(self.length), seed=4)
+        return cache, self.error(logits, resume)
+
+    def rollback(self) -> float:
+        """The first two thirds are right, then come wrong tokens; twice back to where they were still right."""
+        right = self.length * 2 // 3
+        cache, _ = self.run_chunks(rcache.init(self.config), self.each(0), self.each(right))
+        cache, _ = self.run_chunks(cache, self.each(right), self.each(self.length), tokens=self.wrong_tokens, seed=1)
+        cache, first = self._roll_back_and_run(cache, right - 1)
+        _, second = self._roll_back_and_run(cache, self.length // 2)
+        return max(first, second)
+
+    def captures(self) -> float:
+        """As rollback, to states that were asked for inside one long pass; the first is younger than a convolution."""
+        offsets = np.array([1, self.length // 2 - 1, self.length // 2])
+        cache, _ = self.run(
+            rcache.init(self.config),
+            self.tokens,
+            self.each(0),
+            self.each(self.length),
+            width=self.length,
+            captures=np.tile(offsets, (self.num_rows, 1)),
+        )
+        errors = []
+        for offset in offsets[::-1]:
+            cache, error = self._roll_back_and_run(cache, int(offset))
+            errors.append(error)
+        return max(errors)
+
+    def freed_slots(self) -> float:
+        """Other tokens fill every sequence, and all of them are removed, before the right tokens come."""
+        cache = rcache.init(self.config)
+        for first in (0, self.num_rows):
+            begins, ends = self.each(0), self.each(self.length)
+            cache, _ = self.run_chunks(cache, begins, ends, tokens=self.wrong_tokens, first=first)
+        for sequence in range(self.config.max_sequences):
+            cache, status = rcache.remove(cache, sequence)
+            rcache.raise_if_error(status)
+        # Nothing a freed slot or page holds may show: make it as bad as it can be.
+        poison = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), (cache.states, cache.keys, cache.values))
+        cache = cache.replace(states=poison[0], keys=poison[1], values=poison[2])
+        cache, logits = self.run(cache, self.tokens, self.each(0), self.each(self.length), width=self.length)
+        return self.error(logits)
+
+    def greedy_tokens(self) -> int:
+        """How many tokens of the compiled loop differ."""
+        prompt_length = self.greedy.shape[1] - NUM_GREEDY
+        prompts = [row[:prompt_length].tolist() for row in self.greedy]
+        cache, logits, status = decoding.prefill(
+            self.model, rcache.init(self.config), prompts, self.rows.tolist(), buckets=(CHUNK,)
+        )
+        rcache.raise_if_error(status)
+        sequences = jnp.asarray(self.rows, jnp.int32)
+        _, generated, status = decoding.generate(self.model, cache, sequences, logits, max_new_tokens=NUM_GREEDY)
+        rcache.raise_if_error(status)
+        return int(np.sum(np.asarray(generated.tokens) != self.greedy[:, prompt_length:]))
+
+
+CHECKS: dict[str, Callable[[Verifier], float]] = {
+    "whole prefill": Verifier.whole,
+    "ragged chunks": Verifier.ragged_chunks,
+    "token by token": Verifier.token_by_token,
+    "after a fork": Verifier.fork,
+    "after a rollback": Verifier.rollback,
+    "after a rollback to a requested capture": Verifier.captures,
+    "in freed slots": Verifier.freed_slots,
+    "greedy tokens that differ": Verifier.greedy_tokens,
+}
+
+
+def verify(folder: Path, checks: Sequence[str] = tuple(CHECKS)) -> list[Result]:
+    """Runs `checks` on a folder."""
+    verifier = Verifier(folder)
+    results = []
+    for check in checks:
+        error = CHECKS[check](verifier)
+        results.append(Result(check, error, error == 0 if isinstance(error, int) else error <= TOLERANCE))
+    return results
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Checks models over the cache against expected logits.")
+    parser.add_argument("folders", nargs="*", type=Path, default=[DEFAULT_FOLDER], metavar="FOLDER")
+    folders = parser.parse_args(arguments).folders
+    width = max(len(folder.name) for folder in folders)
+    print(f"{'folder':<{width}}  {'check':<40} {'max abs error':>13}  ok")
+    all_ok = True
+    for folder in folders:
+        for result in verify(folder):
+            error = f"{result.error}" if isinstance(result.error, int) else f"{result.error:.1e}"
+            print(f"{folder.name:<{width}}  {result.check:<40} {error:>13}  {'yes' if result.ok else 'NO'}", flush=True)
+            all_ok &= result.ok
+    print("all equal" if all_ok else f"NOT equal: an error above {TOLERANCE}, or tokens that differ")
+    return 0 if all_ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
