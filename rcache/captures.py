@@ -5,21 +5,15 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 
 from rcache import checkpoints as ckpt, pages as paging, pool as pools
 from rcache.batch import Rows
 from rcache.checkpoints import Checkpoints
 from rcache.config import Config
 from rcache.indexing import NONE, look_up, store
+from rcache.pool import Pool
 from rcache.table import Counters, Table
-
-
-class _Round(struct.PyTreeNode):
-    """One capture of every row that wants one."""
-
-    wanted: jax.Array  # bool[B]
-    offset: jax.Array  # i32[B]: tokens of the pass folded in
-    end_slot: jax.Array | None  # i32[B]: the slot to share, at the end of the pass; None: a slot of its own
 
 
 def capture(table: Table, rows: Rows, write_slots: jax.Array, config: Config) -> tuple[Table, jax.Array]:
@@ -27,98 +21,100 @@ def capture(table: Table, rows: Rows, write_slots: jax.Array, config: Config) ->
 
     Returns the table and, for each requested offset, the slot its state goes to: i32[B, C], NONE for nowhere.
     """
-    num_requests = rows.captures.shape[1]
-    nowhere = jnp.full(rows.captures.shape, NONE, jnp.int32)
     if not config.num_checkpoints:
-        return table, nowhere
-    taker = _Taker(table, rows, config)
-    requested = [
-        taker.take(_Round((rows.captures[:, c] >= 0) & (rows.captures[:, c] < rows.lengths), rows.captures[:, c], None))
-        for c in range(num_requests)
-    ]
-    end = rows.ends - 1
-    due = ckpt.is_due(taker.kept, end, config.checkpoints)
-    asked = jnp.any(rows.captures == rows.lengths[:, None], axis=1)
-    taker.take(_Round(rows.active & (due | asked), rows.lengths, write_slots))
-    if not requested:
-        return taker.table(), nowhere
+        return table, jnp.full(rows.captures.shape, NONE, jnp.int32)
+    kept = jax.tree.map(lambda values: look_up(values, rows.index, NONE), table.checkpoints)
+    kept = kept.replace(flags=jnp.where(kept.positions >= 0, kept.flags, 0))
+    round_ = _Round(kept, table.slot_pool, tuple(t.pool for t in table.page_tables), table.counters)
+
+    def inside(round_: _Round, offset: jax.Array) -> tuple[_Round, jax.Array]:
+        return _take(round_, (offset >= 0) & (offset < rows.lengths), offset, None, table, rows, config)
+
+    round_, requested = lax.scan(inside, round_, rows.captures.T)
+    is_end_asked = jnp.any(rows.captures == rows.lengths[:, None], axis=1)
+    is_end_due = ckpt.is_due(round_.kept, rows.ends - 1, config.checkpoints)
+    is_end_wanted = rows.active & (is_end_due | is_end_asked)
+    round_, _ = _take(round_, is_end_wanted, rows.lengths, write_slots, table, rows, config)
+
+    def put(values: jax.Array, new: jax.Array) -> jax.Array:
+        return store(values, rows.index, new)
+
+    table = table.replace(
+        slot_pool=round_.slot_pool,
+        checkpoints=jax.tree.map(put, table.checkpoints, round_.kept),
+        page_tables=tuple(t.replace(pool=p) for t, p in zip(table.page_tables, round_.page_pools, strict=True)),
+        counters=round_.counters,
+    )
     # A later round may have dropped an earlier one's checkpoint and given its slot away.
-    slots, positions = jnp.stack(requested, axis=1), rows.starts[:, None] + rows.captures - 1
-    kept = taker.kept
-    is_kept = (kept.slots[:, None, :] == slots[:, :, None]) & (kept.positions[:, None, :] == positions[:, :, None])
-    return taker.table(), jnp.where(jnp.any(is_kept, axis=2), slots, jnp.int32(NONE))
+    slots, positions = requested.T[:, :, None], (rows.starts[:, None] + rows.captures - 1)[:, :, None]
+    is_kept = (round_.kept.slots[:, None, :] == slots) & (round_.kept.positions[:, None, :] == positions)
+    return table, jnp.where(jnp.any(is_kept, axis=2), requested.T, jnp.int32(NONE))
 
 
-class _Taker:
-    """Working copies of what captures change: the rows' checkpoints and the pools."""
+class _Round(struct.PyTreeNode):
+    """What a round of captures, one for every row that wants one, changes."""
 
-    def __init__(self, table: Table, rows: Rows, config: Config) -> None:
-        self._before, self._rows, self._config = table, rows, config
-        self._approximate = look_up(table.approximate, rows.index, False)
-        self._slot_pool = table.slot_pool
-        self._page_pools = [t.pool for t in table.page_tables]
-        self._counters = table.counters
-        self.kept: Checkpoints = jax.tree.map(lambda values: look_up(values, rows.index, NONE), table.checkpoints)
-        self.kept = self.kept.replace(flags=jnp.where(self.kept.positions >= 0, self.kept.flags, 0))
+    kept: Checkpoints  # of the B rows
+    slot_pool: Pool
+    page_pools: tuple[Pool, ...]
+    counters: Counters
 
-    def take(self, wish: _Round) -> jax.Array:
-        """One round. Returns the slot each row's checkpoint got: i32[B], NONE where none was taken."""
-        policy, rows = self._config.checkpoints, self._rows
-        position = rows.starts + wish.offset - 1
-        extra = ckpt.is_extra(self.kept, position, policy)
-        full = self.kept.count == policy.count
-        dropped = jnp.where(full & wish.wanted, ckpt.victim(self.kept), jnp.int32(NONE))
-        batch = jnp.arange(position.shape[0])
-        victim_slots = jnp.where(dropped >= 0, self.kept.slots[batch, jnp.maximum(dropped, 0)], jnp.int32(NONE))
-        taken = wish.wanted
-        if wish.end_slot is None:
-            needs_another = wish.wanted & (look_up(self._slot_pool.ref_count, victim_slots, 0) != 1)
-            taken &= ~needs_another | (pools.rank(needs_another) < self._slot_pool.num_free)
-        dropped = jnp.where(taken, dropped, jnp.int32(NONE))
-        self._slot_pool = pools.release(self._slot_pool, jnp.where(taken, victim_slots, jnp.int32(NONE)))
-        if wish.end_slot is None:
-            self._slot_pool, slots = pools.allocate(self._slot_pool, taken)
-        else:
-            slots = jnp.where(taken, wish.end_slot, jnp.int32(NONE))
-            self._slot_pool = pools.share(self._slot_pool, slots)
-        flags = jnp.where(extra, ckpt.EXTRA, 0) | jnp.where(self._approximate, ckpt.APPROXIMATE, 0)
-        added = Checkpoints(
-            positions=position[:, None],
-            slots=slots[:, None],
-            flags=flags.astype(jnp.int32)[:, None],
-            pages=tuple(pages[:, None] for pages in self._window_pages(position + 1, taken)),
-        )
-        for g, pages in enumerate(self.kept.pages):
-            leaving = jnp.where((dropped >= 0)[:, None], pages[batch, jnp.maximum(dropped, 0)], jnp.int32(NONE))
-            pool = pools.share(self._page_pools[g], added.pages[g])
-            self._page_pools[g] = paging.release_rows(pool, leaving)
-        self.kept = ckpt.replace(self.kept, taken, dropped, added)
-        count = lambda mask: jnp.sum(mask, dtype=jnp.int32)  # noqa: E731
-        self._counters = Counters(
-            captures=self._counters.captures + count(taken),
-            captures_skipped=self._counters.captures_skipped + count(wish.wanted & ~taken),
-            evictions=self._counters.evictions,
-        )
-        return slots
 
-    def _window_pages(self, lengths: jax.Array, taken: jax.Array) -> list[jax.Array]:
-        pages = []
-        for page_table, group in zip(self._before.page_tables, self._config.page_groups, strict=True):
-            if group.checkpoint_pages:
-                window = paging.window_pages(page_table.pages, self._rows.index, lengths, group, self._config.page_size)
-            else:
-                window = jnp.zeros((lengths.shape[0], 0), jnp.int32)
-            pages.append(jnp.where(taken[:, None], window, jnp.int32(NONE)))
-        return pages
+def _take(
+    before: _Round,
+    wanted: jax.Array,
+    offset: jax.Array,
+    end_slots: jax.Array | None,
+    table: Table,
+    rows: Rows,
+    config: Config,
+) -> tuple[_Round, jax.Array]:
+    """One round: rows where `wanted` bool[B] capture what they are after `offset` i32[B] tokens of the pass.
 
-    def table(self) -> Table:
-        """The table with the captures in it."""
-        put = lambda values, rows: store(values, self._rows.index, rows)  # noqa: E731
-        return self._before.replace(
-            slot_pool=self._slot_pool,
-            checkpoints=jax.tree.map(put, self._before.checkpoints, self.kept),
-            page_tables=tuple(
-                t.replace(pool=pool) for t, pool in zip(self._before.page_tables, self._page_pools, strict=True)
-            ),
-            counters=self._counters,
-        )
+    `end_slots` i32[B] are shared at the end of the pass; inside it, where they are None, each capture needs a slot of
+    its own. Returns the slot each got: i32[B], NONE where none was taken.
+    """
+    kept, slot_pool = before.kept, before.slot_pool
+    position = rows.starts + offset - 1
+    full = kept.count == config.checkpoints.count
+    victim = ckpt.victim(kept)
+    victim_slots = jnp.where(full & wanted, _at(kept.slots, victim), jnp.int32(NONE))
+    taken = wanted
+    if end_slots is None:
+        needs_another = wanted & (look_up(slot_pool.ref_count, victim_slots, 0) != 1)
+        taken = wanted & (~needs_another | (pools.rank(needs_another) < slot_pool.num_free))
+    dropped = jnp.where(full & taken, victim, jnp.int32(NONE))
+    slot_pool = pools.release(slot_pool, jnp.where(taken, victim_slots, jnp.int32(NONE)))
+    if end_slots is None:
+        slot_pool, slots = pools.allocate(slot_pool, taken)
+    else:
+        slots = jnp.where(taken, end_slots, jnp.int32(NONE))
+        slot_pool = pools.share(slot_pool, slots)
+
+    approximate = look_up(table.approximate, rows.index, False)
+    flags = jnp.where(ckpt.is_extra(kept, position, config.checkpoints), jnp.int32(ckpt.EXTRA), 0)
+    flags |= jnp.where(approximate, jnp.int32(ckpt.APPROXIMATE), 0)
+    windows, page_pools = [], []
+    for page_table, group, pool, held in zip(
+        table.page_tables, config.page_groups, before.page_pools, kept.pages, strict=True
+    ):
+        window = jnp.zeros((position.shape[0], 0), jnp.int32)
+        if group.checkpoint_pages:
+            window = paging.window_pages(page_table.pages, rows.index, position + 1, group, config.page_size)
+            window = jnp.where(taken[:, None], window, jnp.int32(NONE))
+            leaving = jnp.where((dropped >= 0)[:, None], _at(held, victim), jnp.int32(NONE))
+            pool = paging.release_rows(pools.share(pool, window), leaving)
+        windows.append(window[:, None])
+        page_pools.append(pool)
+    added = Checkpoints(position[:, None], slots[:, None], flags[:, None], tuple(windows))
+    num_taken, num_wanted = jnp.sum(taken, dtype=jnp.int32), jnp.sum(wanted, dtype=jnp.int32)
+    counters = before.counters.replace(
+        captures=before.counters.captures + num_taken,
+        captures_skipped=before.counters.captures_skipped + num_wanted - num_taken,
+    )
+    return _Round(ckpt.replace(kept, taken, dropped, added), slot_pool, tuple(page_pools), counters), slots
+
+
+def _at(values: jax.Array, index: jax.Array) -> jax.Array:
+    """`values[b, index[b]]` for each row: [B, K, ...] by i32[B] to [B, ...]."""
+    return look_up(values, (jnp.arange(index.shape[0], dtype=jnp.int32), index), NONE)

@@ -16,7 +16,7 @@ def test_pages_of_all_layers_are_one_pool():
     cache, forward, _, _, visible = small.run(small.used(), 5, small.batch([1, 2], [4, 6]))
     for group in small.CONFIG.kv_groups:
         page_table = cache.table.page_tables[group.page_group]
-        num_pages = small.CONFIG.num_pages[group.page_group]
+        num_pages = small.CONFIG.capacity.pages[group.page_group]
         for layer_row, layer in enumerate(group.layers):
             got_keys, got_values, mask = (np.asarray(array) for array in visible[layer])
             for row, (sequence, last) in enumerate([(1, 3), (2, 5)]):
@@ -76,7 +76,7 @@ def rotated(keys, position, *, frequencies, interleaved):
         (rcache.RopeShift(theta=500.0, rotary_dim=4), 500.0 ** -(np.arange(2) / 2)),
         (rcache.RopeShift(interleaved=True), 10000.0 ** -(np.arange(4) / 4)),
         (rcache.RopeShift(rotary_dim=6, interleaved=True, scaling=4.0), 10000.0 ** -(np.arange(3) / 3) / 4),
-        (rcache.RopeShift(rotary_dim=4, inverse_frequencies=(0.7, 0.01)), (0.7, 0.01)),
+        (rcache.RopeShift(inverse_frequencies=(0.7, 0.01)), (0.7, 0.01)),
     ],
     ids=["full", "partial", "interleaved", "partial, interleaved, scaled", "frequencies given"],
 )
@@ -101,7 +101,9 @@ def one_layer(cache, forward, layer, x):
     """All four payload operations on one of the equal layers. x: f32[B, T, 1, 4]."""
     like = small.EQUAL_LAYERS[0]
     state = rcache.read_state(cache, forward, layer, like=like)["conv"]
-    cache = rcache.update_state(cache, forward, layer, {"conv": state + x[:, 0, 0, :2][:, None]}, like=like)
+    new = {"conv": state + x[:, 0, 0, :2][:, None]}
+    captured = {"conv": -new["conv"][:, None]}
+    cache = rcache.update_state(cache, forward, layer, new, captured=captured, like=like)
     cache = rcache.put(cache, forward, layer, x, 2 * x[..., :2], like=like)
     return cache, (state, *rcache.get(cache, forward, layer, like=like))
 

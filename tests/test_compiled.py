@@ -1,0 +1,173 @@
+"""What operations compile to: no payload where none is needed, updates in place, and nothing that piles up."""
+
+import functools
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rcache
+from tests import small
+
+# Attention, windowed attention and states without a part in what is compared: large payload, few tables.
+LAYERS = (rcache.Layer({"sum": rcache.State((64, 64))}, rcache.Attention(1, 256)),)
+CONTEXT = 64
+
+
+def config(scale):
+    policy = rcache.CheckpointPolicy(count=2, min_position=0, interval=8)
+    return rcache.Config(LAYERS, 2, CONTEXT, checkpoints=policy, num_slots=8 * scale, num_pages=12 * scale)
+
+
+def decode(cache, batch):
+    """One token of every row. The state counts tokens; keys and values hold their position."""
+    cache, forward, status = rcache.start_forward(cache, batch)
+    state = rcache.read_state(cache, forward, 0)["sum"]
+    cache = rcache.update_state(cache, forward, 0, {"sum": state + jnp.float32(1)})
+    kv = jnp.broadcast_to(forward.positions[:, :, None, None].astype(jnp.float32), (2, 1, 1, 256))
+    cache = rcache.put(cache, forward, 0, kv, kv)
+    keys, _, mask = rcache.get(cache, forward, 0)
+    return cache, status, state[:, 0, 0], jnp.sum(keys[:, None, :, 0, 0], where=mask, axis=2)
+
+
+def payload_bytes(config):
+    report = config.memory()
+    return report.total - report.table
+
+
+ON_THE_TABLE = {
+    "copy_prefix": lambda cache: rcache.copy_prefix(cache, 0, 1, 3),
+    "remove tail": lambda cache: rcache.remove(cache, 0, 3),
+    "prepare_restore": lambda cache: (cache, rcache.prepare_restore(cache, 0, 3)),
+    "can_resume": lambda cache: (cache, rcache.can_resume(cache, 0, 3)),
+    "remove_exact": lambda cache: rcache.remove_exact(cache, 0, 3, 4),
+    "reorder": lambda cache: rcache.reorder(cache, jnp.array([1, 0, 0, -1], jnp.int32)),
+    "reset": lambda cache: (rcache.reset(cache), None),
+    "start_forward": lambda cache: rcache.start_forward(cache, small.batch([0], [3])),
+}
+
+
+@pytest.mark.parametrize("name", ON_THE_TABLE)
+def test_operations_on_sequences_take_no_payload(name):
+    """Payload goes into nothing that is compiled, and comes back as it is."""
+    cache = rcache.abstract(small.CONFIG)
+    jaxpr = jax.make_jaxpr(lambda cache: ON_THE_TABLE[name](cache)[0])(cache).jaxpr
+    payload = [leaf for part in small.PAYLOAD for leaf in jax.tree.leaves(getattr(cache, part))]
+    is_payload = [any(leaf is other for other in payload) for leaf in jax.tree.leaves(cache)]
+    assert sum(is_payload) == len(payload) == 6
+    given = [var for var, yes in zip(jaxpr.invars, is_payload, strict=True) if yes]
+    returned = [var for var, yes in zip(jaxpr.outvars, is_payload, strict=True) if yes]
+    assert all(a is b for a, b in zip(given, returned, strict=True))
+    used = {id(var) for equation in jaxpr.eqns for var in equation.invars}
+    assert jaxpr.eqns and used.isdisjoint(map(id, given))
+
+
+def test_a_middle_removal_does_take_payload():
+    """The test above can tell."""
+    cache = rcache.abstract(small.CONFIG)
+    jaxpr = jax.make_jaxpr(lambda cache: rcache.remove(cache, 0, 2, 4, shift=rcache.no_shift)[0])(cache).jaxpr
+    assert not set(map(id, jaxpr.invars[-4:])).isdisjoint(id(var) for eqn in jaxpr.eqns for var in eqn.invars)
+
+
+@functools.cache
+def compiled_decode(scale):
+    batch = rcache.make_batch([0, 1], [1, 1], 1)
+    return rcache.reserve(decode, rcache.abstract(config(scale)), batch)
+
+
+def test_decode_updates_all_payload_in_place():
+    for scale in (1, 16):
+        _, memory = compiled_decode(scale)
+        assert memory.aliased >= payload_bytes(config(scale))
+        assert memory.arguments >= memory.aliased
+        assert memory.outputs - memory.aliased < 4096  # statuses and such: nothing of the payload is returned twice
+
+
+def test_temporaries_do_not_grow_with_the_pool():
+    """Sixteen times the slots and pages: what a step needs besides grows by tables at most."""
+    (_, small_), (_, large) = compiled_decode(1), compiled_decode(16)
+    assert payload_bytes(config(16)) == 16 * payload_bytes(config(1))
+    tables = config(16).memory().table - config(1).memory().table
+    assert large.temporaries - small_.temporaries <= 16 * tables < payload_bytes(config(1)) / 10
+
+
+def test_ten_thousand_steps_leave_nothing_behind():
+    """A compiled loop of decode steps that starts a sequence anew when it is full: the same arrays, before and after."""
+    batch = rcache.make_batch([0, 1], [1, 1], 1)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def thousand(cache):
+        def one(_, carry):
+            cache, failed, wrong = carry
+            full = rcache.lengths(cache)[0] == CONTEXT
+            cache, _ = rcache.remove(cache, 0, jnp.where(full, jnp.int32(0), jnp.int32(CONTEXT)))
+            full = rcache.lengths(cache)[1] == CONTEXT
+            cache, _ = rcache.remove(cache, 1, jnp.where(full, jnp.int32(0), jnp.int32(CONTEXT)))
+            starts = rcache.lengths(cache)
+            cache, status, state, seen = decode(cache, batch)
+            wrong += jnp.sum(state != starts.astype(jnp.float32), dtype=jnp.int32)
+            wrong += jnp.sum(seen[:, 0] != (starts * (starts + 1) // 2).astype(jnp.float32), dtype=jnp.int32)
+            return cache, failed + (status != rcache.Status.OK).astype(jnp.int32), wrong
+
+        return jax.lax.fori_loop(0, 1000, one, (cache, jnp.int32(0), jnp.int32(0)))
+
+    cache = rcache.init(config(1))
+    alive = []
+    for calls in range(1, 11):
+        cache, failed, wrong = thousand(cache)
+        assert (int(failed), int(wrong)) == (0, 0)
+        steps = 1000 * calls
+        assert rcache.lengths(cache).tolist() == [(steps - 1) % CONTEXT + 1] * 2
+        gc.collect()
+        arrays = jax.live_arrays()
+        alive.append((len(arrays), sum(array.nbytes for array in arrays)))
+    assert len(set(alive)) == 1, alive
+    free = int(rcache.free_slots(cache))
+    assert free == 8 - 2 - len({*np.asarray(cache.table.checkpoints.slots).flat} - {-1, *rcache.slots(cache).tolist()})
+
+
+def random_session(cache, rng, num_operations):
+    """All operations in the shapes of a server: whatever they say, OK or refused."""
+    for _ in range(num_operations):
+        sequence, other, number = (int(n) for n in rng.integers((-1, 0, 0), (5, 4, 12)))
+        match rng.integers(9):
+            case 0 | 1 | 2:
+                ids = [int(i) for i in rng.permutation(4)[: rng.integers(1, 5)]]
+                batch = small.batch(ids, [int(n) for n in rng.integers(0, 7, len(ids))])
+                cache = small.step(cache, small.tokens(number), batch)[0]
+            case 3:
+                cache = rcache.copy_prefix(cache, sequence, other, number)[0]
+            case 4:
+                cache = rcache.remove(cache, other, rcache.prepare_restore(cache, other, number))[0]
+            case 5:
+                cache = rcache.remove(cache, sequence, number, number + 2, shift=small.add_offset)[0]
+            case 6:
+                cache = rcache.remove_exact(cache, other, number, number + 1)[0]
+            case 7:
+                cache = rcache.reorder(cache, rng.integers(-1, 4, 4).astype(np.int32))[0]
+            case _:
+                assert not rcache.can_resume(cache, sequence, 99)
+    return cache
+
+
+def test_a_long_session_compiles_nothing_new():
+    compilations = []
+
+    def listen(event, duration, **_):
+        del duration
+        if event == "/jax/core/compile/backend_compile_duration":
+            compilations.append(event)
+
+    cache = rcache.init(small.CONFIG)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        jax.jit(lambda x: x * 3 + 1)(jnp.float32(1))
+        assert compilations, "the listener must hear of compilations"
+        cache = random_session(cache, np.random.default_rng(0), 60)
+        compilations.clear()
+        random_session(cache, np.random.default_rng(1), 300)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert not compilations

@@ -1,0 +1,287 @@
+"""The example models over the cache: loading, every way through the cache to the same logits, decoding, the chat."""
+
+import json
+import shutil
+from pathlib import Path
+
+import chat
+import decoding
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import models
+import numpy as np
+import pytest
+import verify
+from models import layers, loading
+from models.lfm2 import Lfm2Config
+from safetensors.numpy import load_file, save_file
+from text import ByteTokenizer
+
+import rcache
+
+LFM2 = Path(__file__).parent / "data" / "hf" / "lfm2"
+
+
+@pytest.fixture(scope="module")
+def verifier():
+    return verify.Verifier(LFM2)
+
+
+@pytest.mark.parametrize("check", verify.CHECKS)
+def test_logits_and_tokens_equal_the_expected_ones(verifier, check):
+    error = verify.CHECKS[check](verifier)
+    assert error == 0 if isinstance(error, int) else error <= verify.TOLERANCE
+
+
+def test_verify_notices_wrong_logits(verifier, monkeypatch):
+    monkeypatch.setattr(verifier, "logits", verifier.logits + np.float32(1e-3))
+    assert verify.CHECKS["whole prefill"](verifier) > verify.TOLERANCE
+
+
+# Loading
+
+
+def folder_with(tmp_path, *, config=None, tensors=None):
+    """The LFM2 folder, with other options or tensors (None: without that tensor)."""
+    folder = tmp_path / "model"
+    shutil.copytree(LFM2, folder)
+    options = json.loads((LFM2 / "config.json").read_text()) | (config or {})
+    (folder / "config.json").write_text(json.dumps(options))
+    weights = load_file(LFM2 / "model.safetensors") | (tensors or {})
+    save_file({name: array for name, array in weights.items() if array is not None}, folder / "model.safetensors")
+    return folder
+
+
+def weights_of(model):
+    return jax.tree.map(np.asarray, decoding.split(model).weights)
+
+
+def test_shards_of_bfloat16_are_loaded_as_float32(tmp_path):
+    rounded = {name: a.astype(ml_dtypes.bfloat16) for name, a in load_file(LFM2 / "model.safetensors").items()}
+    plain = models.load(folder_with(tmp_path, tensors={name: a.astype(np.float32) for name, a in rounded.items()}))
+    folder = tmp_path / "model"
+    (folder / "model.safetensors").unlink()
+    shards = {f"model-{i}-of-3.safetensors": list(rounded)[i::3] for i in range(3)}
+    for shard, names in shards.items():
+        save_file({name: rounded[name] for name in names}, folder / shard)
+    weight_map = {name: shard for shard, names in shards.items() for name in names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    jax.tree.map(np.testing.assert_array_equal, weights_of(models.load(folder)), weights_of(plain))
+    (folder / "model-1-of-3.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"model-1-of-3\.safetensors"):
+        models.load(folder)
+
+
+def test_tensors_that_do_not_fit_are_named_all_at_once(tmp_path):
+    wrong = {
+        "model.embedding_norm.weight": None,
+        "model.layers.9.ffn_norm.weight": np.ones(64, np.float32),
+        "model.layers.0.conv.conv.weight": np.ones((64, 1, 4), np.float32),
+    }
+    with pytest.raises(ValueError, match="do not fit") as error:
+        models.load(folder_with(tmp_path, tensors=wrong))
+    assert "missing: model.embedding_norm.weight [64]" in str(error.value)
+    assert "unexpected: model.layers.9.ffn_norm.weight" in str(error.value)
+    assert "mis-shaped: model.layers.0.conv.conv.weight is [64, 1, 4], the config says [64, 1, 3]" in str(error.value)
+
+
+def test_a_tied_head_may_be_stored_if_it_is_the_embedding(tmp_path):
+    embedding = load_file(LFM2 / "model.safetensors")["model.embed_tokens.weight"]
+    folder = folder_with(tmp_path, tensors={"lm_head.weight": embedding})
+    jax.tree.map(np.testing.assert_array_equal, weights_of(models.load(folder)), weights_of(models.load(LFM2)))
+    shutil.rmtree(folder)
+    with pytest.raises(ValueError, match=r"lm_head\.weight is not model\.embed_tokens\.weight"):
+        models.load(folder_with(tmp_path, tensors={"lm_head.weight": embedding + 1}))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("model_type", "lfm3"),
+        ("layer_types", ["conv", "full_attention", "conv", "sliding_attention"]),
+        ("num_hidden_layers", 5),
+        ("num_key_value_heads", 3),
+        ("conv_L_cache", 0),
+        ("quantization_config", {"bits": 4}),
+        ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e6, "factor": 2.0}),
+    ],
+)
+def test_unsupported_options_are_named(tmp_path, option, value):
+    name = "rope_type" if option == "rope_parameters" else option
+    with pytest.raises(ValueError, match=name):
+        models.load(folder_with(tmp_path, config={option: value}))
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_files_that_are_not_there_are_named(tmp_path, name):
+    folder = folder_with(tmp_path)
+    (folder / name).unlink()
+    with pytest.raises(ValueError, match=name):
+        models.load(folder)
+
+
+def test_lfm2_options():
+    config = json.loads((LFM2 / "config.json").read_text())
+
+    def options(**changes):
+        return Lfm2Config.from_hf(config | changes)
+
+    assert options().mlp_size == 64  # two thirds of 96, a multiple of 16
+    assert options(block_multiple_of=48).mlp_size == 96
+    assert options(block_ffn_dim_multiplier=1.3).mlp_size == 96  # 83, rounded up
+    assert options(block_auto_adjust_ff_dim=False).mlp_size == 96
+    assert options(block_ff_dim=48).mlp_size == 32  # the old name
+    assert options(layer_types=None, full_attn_idxs=[3]).layer_types == ("conv", "conv", "conv", "full_attention")
+    assert options().head_dim == 16 and options(head_dim=32).head_dim == 32
+    assert not options(tie_embedding=False).tie_embeddings  # the old name
+    with_theta = options(rope_parameters=None, rope_theta=100.0).rope_frequencies
+    np.testing.assert_allclose(with_theta, 100.0 ** (-np.arange(8) / 8), rtol=1e-6)
+    linear = options(rope_parameters={"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0}).rope_frequencies
+    np.testing.assert_allclose(linear, np.array(with_theta) / 4, rtol=1e-6)
+
+
+# Layers
+
+
+@pytest.mark.parametrize("width", [2, 3, 5])
+def test_a_convolution_goes_on_from_its_state_wherever_rows_end(width):
+    """Rows of no token, of fewer than the width and of many; states in the middle are those of shorter rows."""
+    rng = np.random.default_rng(0)
+    lengths, num_tokens, channels = [0, 1, width - 1, 7], 7, 2
+    state = rng.normal(size=(4, width - 1, channels)).astype(np.float32)
+    inputs = rng.normal(size=(4, num_tokens, channels)).astype(np.float32)
+    history = layers.conv_history(jnp.asarray(state), jnp.asarray(inputs))
+    offsets = jnp.array([[-1, -1], [1, -1], [1, width - 1], [2, 6]], jnp.int32)
+    ends = np.asarray(layers.conv_state_after(history, jnp.array(lengths, jnp.int32)[:, None], width))
+    inside = np.asarray(layers.conv_state_after(history, offsets, width))
+    conv = layers.DepthwiseConv(channels, width, bias=True)
+    conv.weight[...] = jnp.asarray(rng.normal(size=(channels, 1, width)), jnp.float32)
+    conv.bias[...] = jnp.asarray(rng.normal(size=channels), jnp.float32)
+    outputs = np.asarray(conv(history))
+    for row, length in enumerate(lengths):
+        past = np.concatenate([state[row], inputs[row, :length]])
+        np.testing.assert_array_equal(ends[row, 0], past[-(width - 1) :])
+        for column, offset in enumerate(offsets[row].tolist()):
+            if offset >= 0:
+                np.testing.assert_array_equal(inside[row, column], past[: width - 1 + offset][-(width - 1) :])
+        for token in range(length):
+            expected = (past[token : token + width].T * np.asarray(conv.weight[...])[:, 0]).sum(1) + conv.bias[...]
+            np.testing.assert_allclose(outputs[row, token], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_rope_turns_pairs_and_leaves_the_rest():
+    x = np.random.default_rng(0).normal(size=(1, 3, 2, 6)).astype(np.float32)
+    turned = np.asarray(layers.rope(jnp.asarray(x), jnp.array([[0, 1, 7]], jnp.int32), (1.0, 0.25)))
+    angles = np.array([0, 1, 7])[:, None, None] * np.array([1.0, 0.25])
+    pairs = (x[..., :2] + 1j * x[..., 2:4]) * np.exp(1j * angles)
+    np.testing.assert_allclose(turned, np.concatenate([pairs.real, pairs.imag, x[..., 4:]], -1), rtol=1e-5, atol=1e-6)
+
+
+# Decoding
+
+
+def draws(logits, sampling, num_rows=200, position=3):
+    keys = jax.random.split(jax.random.key(1), num_rows)
+    rows = jnp.tile(jnp.array(logits, jnp.float32), (num_rows, 1))
+    return np.asarray(decoding.sample(rows, keys, jnp.full(num_rows, position, jnp.int32), sampling))
+
+
+def test_sampling_keeps_to_the_likeliest():
+    logits = np.log([0.05, 0.5, 0.3, 0.15])
+    assert set(draws(logits, decoding.Sampling())) == {1}
+    assert set(draws(logits, decoding.Sampling(1.0))) == {0, 1, 2, 3}
+    assert set(draws(logits, decoding.Sampling(1.0, top_k=2))) == {1, 2}
+    assert set(draws(logits, decoding.Sampling(1.0, top_k=9))) == {0, 1, 2, 3}
+    assert set(draws(logits, decoding.Sampling(1.0, top_p=0.4))) == {1}
+    assert set(draws(logits, decoding.Sampling(1.0, top_p=0.9))) == {1, 2, 3}
+    shares = np.bincount(draws(logits, decoding.Sampling(1.0), num_rows=4000), minlength=4) / 4000
+    np.testing.assert_allclose(shares, [0.05, 0.5, 0.3, 0.15], atol=0.03)
+
+
+@pytest.mark.parametrize("options", [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}])
+def test_sampling_refuses_what_makes_no_sense(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        decoding.Sampling(**options)
+
+
+def test_generate_stops_rows_one_by_one_and_stops_at_a_refusal(verifier):
+    """At a stop token, at a limit, when the context is full; a row of padding answers nothing."""
+    prompt, expected = verifier.greedy[0, :20].tolist(), verifier.greedy[0, 20:].tolist()
+    config = rcache.Config(
+        models.load(LFM2).cache_layers(),
+        max_sequences=3,
+        context_length=26,
+        checkpoints=rcache.CheckpointPolicy(count=0),
+    )
+    stop = expected[4]
+    assert stop not in expected[:4]
+
+    def answer(limits):
+        cache, logits, status = decoding.prefill(
+            verifier.model, rcache.init(config), [prompt, prompt], [2, 0], num_rows=3, buckets=(8,)
+        )
+        rcache.raise_if_error(status)
+        return decoding.generate(
+            verifier.model,
+            cache,
+            jnp.array([2, 0, -1], jnp.int32),
+            logits,
+            max_new_tokens=9,
+            limits=jnp.array(limits, jnp.int32),
+            stop_tokens=(stop,),
+        )
+
+    cache, generated, status = answer([9, 2, 9])
+    assert status == rcache.Status.OK
+    assert generated.lengths.tolist() == [5, 2, 0]
+    assert generated.tokens.tolist() == [expected[:5] + [0] * 4, expected[:2] + [0] * 7, [0] * 9]
+    assert rcache.lengths(cache).tolist() == [21, 0, 24]  # the last token of each was not run
+
+
+def test_a_refused_pass_refuses_those_behind_it(verifier):
+    """A prompt longer than the context: what follows the refused pass must not be put where it does not belong."""
+    prompt = verifier.greedy[0].tolist()
+    config = rcache.Config(models.load(LFM2).cache_layers(), max_sequences=3, context_length=26)
+    cache, _, status = decoding.prefill(
+        verifier.model, rcache.init(config), [prompt[:20], prompt], [0, 1], num_rows=3, buckets=(8,)
+    )
+    assert status == rcache.Status.CONTEXT_OVERFLOW
+    assert rcache.lengths(cache).tolist() == [20, 24, 0]
+
+
+def test_an_empty_prompt_has_no_logits(verifier):
+    with pytest.raises(ValueError, match="empty"):
+        decoding.prefill(verifier.model, rcache.init(verifier.config), [[1], []], [0, 1])
+
+
+# The chat
+
+
+def test_byte_tokenizer():
+    tokenizer = ByteTokenizer()
+    assert tokenizer.decode(tokenizer.encode("Grüße")) == "Grüße"
+    assert tokenizer.decode([104, 105, 255, 300, 33]) == "hi\\xff<300>!"
+
+
+def test_common_prefix():
+    assert chat.common_prefix([1, 2, 3], [1, 2, 4]) == 2
+    assert chat.common_prefix([1, 2], [1, 2, 4]) == 2
+    assert chat.common_prefix([], [1]) == 0
+
+
+def test_chat_reuses_restores_and_equals_cold_runs(capsys, monkeypatch):
+    kept = []
+    monkeypatch.setattr(chat, "scripted", lambda c, script=chat.scripted: (kept.append(c), script(c)))
+    assert chat.main(["--max-new-tokens", "8"]) == 0
+    printed = capsys.readouterr().out
+    assert "restored to a checkpoint" in printed and "copied" in printed
+    assert "All answers are those of a cold run." in printed
+    [session] = kept
+    again = session.turns[-1]
+    assert again.run == 1 and again.reused == len(again.prompt) - 1  # the same question again
+    assert all(turn.reused > 0 for turn in session.turns[2:])
+    tampered = session.turns[3].answer
+    tampered[2] = (tampered[2] + 1) % 256
+    assert not session.check()
+    assert "differs at token 3" in capsys.readouterr().out
