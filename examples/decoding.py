@@ -1,8 +1,8 @@
 """Running a model over a cache: passes, prefill in repeated shapes, and decoding as one compiled loop.
 
 The outermost jit is here, so this is where the cache is donated: the one passed in is gone, go on with the one
-returned. Statuses are sticky: a pass behind one that was refused is refused for the same reason. However many passes run
-before somebody looks at the status, no token is put behind one that is missing.
+returned. Statuses are sticky: a pass behind one that was refused is refused for the same reason. However many run before
+somebody looks at the status, no token is put behind one that is missing.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, struct
 from jax import lax
-from models import LanguageModel
 
 import rcache
+from models import LanguageModel
 
 
 class SplitModel(struct.PyTreeNode):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import rcache
-from tests.differential import NUM_TOKENS, add_offset, step
+from tests.differential import NUM_TOKENS, step
 
 conv = rcache.State((3, 2))
 ssm = rcache.State((2, 2))

@@ -24,10 +24,17 @@ def forward(*args, **kwargs):
     return lambda cache: rcache.start_forward(cache, small.batch(*args, **kwargs))
 
 
+flat_batch = jax.jit(rcache.flat_batch, static_argnames=("num_rows", "num_tokens"))
+
+
 def flat(sequences):
     """A flat batch, in the shape of all the others."""
-    batch, _, _ = rcache.flat_batch(sequences, [-1] * len(sequences), num_rows=4, num_tokens=NUM_TOKENS)
-    return lambda cache: rcache.start_forward(cache, batch.replace(captures=jnp.full((4, 1), -1, jnp.int32)))
+
+    def operation(cache):
+        batch, _, _ = flat_batch(np.array(sequences), np.full(7, -1), num_rows=4, num_tokens=NUM_TOKENS)
+        return rcache.start_forward(cache, batch.replace(captures=jnp.full((4, 1), -1, jnp.int32)))
+
+    return operation
 
 
 def call(operation, *args, **kwargs):
@@ -37,7 +44,7 @@ def call(operation, *args, **kwargs):
 # On `small.used()`: lengths 11, 11, 4, 0; context_length 24; states kept at 6, 8 and 11.
 REFUSED = {
     "a flat batch of more tokens": (flat([2] * 7), Status.BATCH_TOO_LARGE),
-    "a flat batch of more sequences": (flat([0, 1, 2, 3, 4]), Status.BATCH_TOO_LARGE),
+    "a flat batch of more sequences": (flat([0, 1, 2, 3, 4, -1, -1]), Status.BATCH_TOO_LARGE),
     "unknown sequence": (forward([0, 4], [1, 1]), Status.SEQUENCE_OUT_OF_RANGE),
     "negative sequence": (forward([-2], [1]), Status.SEQUENCE_OUT_OF_RANGE),
     "unknown sequence without tokens": (forward([99], [0]), Status.SEQUENCE_OUT_OF_RANGE),
@@ -78,7 +85,9 @@ def test_wrong_data_is_a_status_and_changes_nothing(name):
     small.same_tree("cache", cache, small.used())
 
 
-@pytest.mark.parametrize("name", [name for name in REFUSED if REFUSED[name][0].__qualname__.startswith(("forw", "flat"))])
+@pytest.mark.parametrize(
+    "name", [name for name in REFUSED if REFUSED[name][0].__qualname__.startswith(("forw", "flat"))]
+)
 def test_a_refused_plan_is_all_padding(name):
     cache, plan, _ = REFUSED[name][0](small.used())
     assert not plan.token_mask.any() and plan.sequences.tolist() == [-1] * 4
@@ -192,9 +201,8 @@ def test_flat_batches_of_other_arrays():
         rcache.flat_batch([[0, 1]], [[0, 0]], num_rows=2, num_tokens=2)
 
 
-@pytest.mark.parametrize("wrong", [2**31, -(2**31) - 1, 1.0, "1", None, [1], jnp.float32(1)], ids=repr)
-def test_numbers_that_are_no_int32(wrong):
-    """They are refused, and never wrap around."""
+@pytest.mark.parametrize("wrong", [1.0, True, "1", [1], np.float32(1)], ids=repr)
+def test_numbers_that_are_no_integers(wrong):
     cache = small.used()
     for name, operation in {
         "length": lambda: rcache.copy_prefix(cache, 0, 3, wrong),
@@ -207,6 +215,15 @@ def test_numbers_that_are_no_int32(wrong):
     }.items():
         with pytest.raises(ValueError, match=f"^{name} must"):
             operation()
+
+
+@pytest.mark.parametrize("length", [2**31, 2**32 + 1, -(2**32) + 1])
+def test_large_numbers_do_not_wrap_around(length):
+    cache, got, status = rcache.copy_prefix(small.used(), 0, 3, length)
+    assert (int(got), Status(int(status))) == (0, Status.RANGE_INVALID)
+    small.same_tree("cache", cache, small.used())
+    _, status = rcache.remove(small.used(), 2**32)
+    assert Status(int(status)) is Status.SEQUENCE_OUT_OF_RANGE
 
 
 def test_the_middle_is_not_removed_without_a_shift():
@@ -443,6 +460,8 @@ def test_a_byte_budget_too_small_says_how_much_is_needed():
 
 
 def test_configs_are_values():
-    same = Config(np.array(small.LAYERS, object).tolist(), 4, 24, page_size=3, checkpoints=small.POLICY, max_pass_tokens=6)
+    same = Config(
+        np.array(small.LAYERS, object).tolist(), 4, 24, page_size=3, checkpoints=small.POLICY, max_pass_tokens=6
+    )
     assert same == small.CONFIG and hash(same) == hash(small.CONFIG)
     assert same != TIGHT

@@ -4,21 +4,21 @@ import json
 import shutil
 from pathlib import Path
 
-import chat
-import decoding
 import jax
 import jax.numpy as jnp
 import ml_dtypes
-import models
 import numpy as np
 import pytest
-import verify
-from models import layers, loading
-from models.lfm2 import Lfm2Config
 from safetensors.numpy import load_file, save_file
-from text import ByteTokenizer
 
+import chat
+import decoding
+import models
 import rcache
+import verify
+from models import layers
+from models.lfm2 import Lfm2Config
+from text import ByteTokenizer
 
 LFM2 = Path(__file__).parent / "data" / "hf" / "lfm2"
 
@@ -205,22 +205,26 @@ def test_sampling_refuses_what_makes_no_sense(options):
         decoding.Sampling(**options)
 
 
-def test_generate_stops_rows_one_by_one_and_stops_at_a_refusal(verifier):
-    """At a stop token, at a limit, when the context is full; a row of padding answers nothing."""
-    prompt, expected = verifier.greedy[0, :20].tolist(), verifier.greedy[0, 20:].tolist()
-    config = rcache.Config(
-        models.load(LFM2).cache_layers(),
-        max_sequences=3,
-        context_length=26,
-        checkpoints=rcache.CheckpointPolicy(count=0),
+def prefilled(verifier, prompts, sequences):
+    """In the shapes that the checks have compiled."""
+    return decoding.prefill(
+        verifier.model,
+        rcache.init(verifier.config),
+        prompts,
+        sequences,
+        num_rows=verifier.num_rows,
+        buckets=(verify.CHUNK,),
     )
+
+
+def test_generate_stops_each_row_where_it_should(verifier):
+    """At a stop token, at a limit, and all of them where the context is full. A row of padding answers nothing."""
+    prompt, expected = verifier.greedy[0, :20].tolist(), verifier.greedy[0, 20:].tolist()
     stop = expected[4]
     assert stop not in expected[:4]
 
-    def answer(limits):
-        cache, logits, status = decoding.prefill(
-            verifier.model, rcache.init(config), [prompt, prompt], [2, 0], num_rows=3, buckets=(8,)
-        )
+    def answer(prompts, limits):
+        cache, logits, status = prefilled(verifier, prompts, [2, 0])
         rcache.raise_if_error(status)
         return decoding.generate(
             verifier.model,
@@ -232,22 +236,28 @@ def test_generate_stops_rows_one_by_one_and_stops_at_a_refusal(verifier):
             stop_tokens=(stop,),
         )
 
-    cache, generated, status = answer([9, 2, 9])
+    cache, generated, status = answer([prompt, prompt], [9, 2, 9])
     assert status == rcache.Status.OK
     assert generated.lengths.tolist() == [5, 2, 0]
     assert generated.tokens.tolist() == [expected[:5] + [0] * 4, expected[:2] + [0] * 7, [0] * 9]
-    assert rcache.lengths(cache).tolist() == [21, 0, 24]  # the last token of each was not run
+    # The last token of each was chosen, and not run.
+    assert rcache.lengths(cache).tolist() == [21, 0, 24, 0, 0, 0]
+
+    full = verifier.config.context_length
+    cache, generated, status = answer([[3] * (full - 2), prompt], [9, 9, 9])
+    assert status == rcache.Status.CONTEXT_OVERFLOW
+    assert generated.lengths.tolist() == [3, 3, 0]
+    assert generated.tokens[1, :3].tolist() == expected[:3]
+    assert rcache.lengths(cache).tolist() == [22, 0, full, 0, 0, 0]
 
 
 def test_a_refused_pass_refuses_those_behind_it(verifier):
-    """A prompt longer than the context: what follows the refused pass must not be put where it does not belong."""
-    prompt = verifier.greedy[0].tolist()
-    config = rcache.Config(models.load(LFM2).cache_layers(), max_sequences=3, context_length=26)
-    cache, _, status = decoding.prefill(
-        verifier.model, rcache.init(config), [prompt[:20], prompt], [0, 1], num_rows=3, buckets=(8,)
-    )
+    """A prompt longer than the context. No token may be put behind tokens that are missing."""
+    full = verifier.config.context_length
+    assert full % verify.CHUNK == 0
+    cache, _, status = prefilled(verifier, [[5] * 20, [6] * (full + 2 * verify.CHUNK)], [0, 1])
     assert status == rcache.Status.CONTEXT_OVERFLOW
-    assert rcache.lengths(cache).tolist() == [20, 24, 0]
+    assert rcache.lengths(cache).tolist() == [20, full, 0, 0, 0, 0]
 
 
 def test_an_empty_prompt_has_no_logits(verifier):

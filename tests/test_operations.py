@@ -183,7 +183,10 @@ def test_compiled_loops_equal_standalone_calls(operation):
     cache, forward = before(operation)
     cache = jax.tree.map(jnp.copy, cache)
     answers = []
-    for half in (OPERATIONS[operation][:2], OPERATIONS[operation][2:]):  # the second call donates what the first returned
+    for half in (
+        OPERATIONS[operation][:2],
+        OPERATIONS[operation][2:],
+    ):  # the second call donates what the first returned
         cache, answer = compiled(cache, forward, jnp.array([half[:1], half[1:]], jnp.int32))
         answers += [jax.tree.map(lambda a, i=i: a[i, 0], answer) for i in range(2)]
     small.same_tree("cache", cache, expected[-1][0])
