@@ -127,7 +127,7 @@ class Chat:
         reused = [self.resume(s, prompt) for s, prompt in zip(sequences, prompts, strict=True)]
         seeds = [self.seed + len(self.turns) + row for row in range(len(questions))]
         began = time.perf_counter()
-        # An edited question, or another branch, will go on from where the question begins; the same prompt, asked again,
+        # An edited question, or another branch, will go on from where the question begins; the same prompt, again,
         # from one token before its end.
         captures = [(border, len(prompt) - 1) for border, prompt in zip(borders, prompts, strict=True)]
         self.cache, logits, answers, prefilled = self.complete(self.cache, sequences, prompts, reused, seeds, captures)

@@ -1,8 +1,8 @@
 """Running a model over a cache: passes, prefill in repeated shapes, and decoding as one compiled loop.
 
 The outermost jit is here, so this is where the cache is donated: the one passed in is gone, go on with the one
-returned. Statuses are sticky: a pass behind one that was refused is refused for the same reason. However many run before
-somebody looks at the status, no token is put behind one that is missing.
+returned. Statuses are sticky: a pass behind one that was refused is refused for the same reason. However many run
+before somebody looks at the status, no token is put behind one that is missing.
 """
 
 from __future__ import annotations
@@ -148,6 +148,9 @@ class Sampling:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
 
 
+GREEDY = Sampling()
+
+
 def sample(logits: jax.Array, keys: jax.Array, positions: jax.Array, sampling: Sampling) -> jax.Array:
     """The next token of each row: logits f32[B, V], keys key[B] and positions i32[B] to i32[B].
 
@@ -176,11 +179,6 @@ class Generated(struct.PyTreeNode):
     lengths: jax.Array  # i32[B]
 
 
-@partial(
-    jax.jit,
-    static_argnames=("max_new_tokens", "stop_tokens", "sampling", "context"),
-    donate_argnames="cache",
-)
 def generate(
     model: SplitModel,
     cache: rcache.Cache,
@@ -189,8 +187,8 @@ def generate(
     *,
     max_new_tokens: int,
     limits: jax.Array | None = None,
-    stop_tokens: tuple[int, ...] = (),
-    sampling: Sampling = Sampling(),
+    stop_tokens: Sequence[int] = (),
+    sampling: Sampling = GREEDY,
     keys: jax.Array | None = None,
     context: int | None = None,
 ) -> tuple[rcache.Cache, Generated, jax.Array]:
@@ -212,22 +210,49 @@ def generate(
       The cache, what was generated, and a status i32[]. A sequence holds all its tokens but the last, which was chosen
       and not run. If the status is not OK, the loop ended there.
     """
-    if keys is None:
-        if sampling.temperature > 0:
-            raise ValueError("keys must be given where temperature > 0")
-        keys = jax.random.split(jax.random.key(0), sequences.shape[0])
+    if keys is None and sampling.temperature > 0:
+        raise ValueError("keys must be given where temperature > 0")
+    num_rows = sequences.shape[0]
+    stops = np.full(-(-max(1, len(stop_tokens)) // 8) * 8, -1, np.int32)  # one shape for up to 8
+    stops[: len(stop_tokens)] = stop_tokens
+    return _generate(
+        model,
+        cache,
+        sequences,
+        logits,
+        jnp.full(num_rows, max_new_tokens, jnp.int32) if limits is None else limits,
+        jnp.asarray(stops),
+        jax.random.split(jax.random.key(0), num_rows) if keys is None else keys,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        context=context,
+    )
+
+
+@partial(jax.jit, static_argnames=("max_new_tokens", "sampling", "context"), donate_argnames="cache")
+def _generate(
+    model: SplitModel,
+    cache: rcache.Cache,
+    sequences: jax.Array,
+    logits: jax.Array,
+    limits: jax.Array,
+    stops: jax.Array,
+    keys: jax.Array,
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    context: int | None,
+) -> tuple[rcache.Cache, Generated, jax.Array]:
     num_rows = sequences.shape[0]
     rows = jnp.arange(num_rows, dtype=jnp.int32)
-    capacity = jnp.int32(max_new_tokens)
-    limits = jnp.full(num_rows, capacity) if limits is None else jnp.minimum(limits.astype(jnp.int32), capacity)
+    limits = jnp.minimum(limits, jnp.int32(max_new_tokens))
     starts = rcache.lengths(cache)[jnp.maximum(sequences, 0)]
-    stops = jnp.array(stop_tokens, jnp.int32)
     merged = model.merge()
 
     def choose(generated: Generated, active: jax.Array, logits: jax.Array) -> tuple[Generated, jax.Array]:
         """Appends a token to active rows: bool[B], which are no longer so when they have stopped."""
         token = sample(logits, keys, starts + generated.lengths, sampling)
-        column = jnp.where(active, generated.lengths, capacity)
+        column = jnp.where(active, generated.lengths, jnp.int32(max_new_tokens))
         tokens = generated.tokens.at[rows, column].set(token, mode="drop")
         lengths = generated.lengths + active.astype(jnp.int32)
         stopped = jnp.any(token[:, None] == stops[None, :], axis=1) | (lengths >= limits)

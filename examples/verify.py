@@ -24,6 +24,7 @@ import rcache
 DEFAULT_FOLDER = Path(__file__).resolve().parent.parent / "tests" / "data" / "hf" / "lfm2"
 TOLERANCE = 1e-4
 NUM_GREEDY = 16
+NUM_CAPTURES = 3
 CHUNK = 8
 
 
@@ -79,7 +80,9 @@ class Verifier:
         """Runs `tokens[b, begins[b]:ends[b]]` of each row in sequence `first + b`, in one pass padded to `width`.
 
         Returns the cache and logits [B, L, V], NaN where nothing was run. What pads a row are real tokens, not zeros.
+        There is always room for captures, so that passes with and without are of one shape.
         """
+        captures = np.full((self.num_rows, NUM_CAPTURES), -1) if captures is None else captures
         lengths = ends - begins
         index = (begins[:, None] + np.arange(width)) % self.length
         batch = rcache.make_batch(np.where(lengths > 0, self.rows + first, -1), lengths, width, captures=captures)

@@ -19,21 +19,20 @@ CONTEXT = 64
 
 def config(scale):
     policy = rcache.CheckpointPolicy(count=2, min_position=0, interval=8)
-    return rcache.Config(LAYERS, 2, CONTEXT, checkpoints=policy, num_slots=8 * scale, num_pages=12 * scale)
+    return rcache.Config(LAYERS, 1, CONTEXT, checkpoints=policy, num_slots=4 * scale, num_pages=6 * scale)
 
 
 def decode(cache):
-    """One token of both sequences; a full one begins anew. Also how often what was read was not what should be there.
+    """One token of the one sequence; when it is full, it begins anew. Also whether it read what should be there.
 
     The state counts tokens; keys and values hold their position plus one.
     """
-    for sequence in (0, 1):
-        full = rcache.lengths(cache)[sequence] == CONTEXT
-        cache, _ = rcache.remove(cache, sequence, jnp.where(full, 0, jnp.int32(CONTEXT)))
-    cache, forward, status = rcache.start_forward(cache, rcache.make_batch([0, 1], [1, 1], 1))
+    full = rcache.lengths(cache)[0] == CONTEXT
+    cache, _ = rcache.remove(cache, 0, jnp.where(full, 0, jnp.int32(CONTEXT)))
+    cache, forward, status = rcache.start_forward(cache, rcache.make_batch([0], [1], 1))
     state = rcache.read_state(cache, forward, 0)["sum"]
     cache = rcache.update_state(cache, forward, 0, {"sum": state + jnp.float32(1)})
-    kv = jnp.broadcast_to(forward.positions[:, :, None, None].astype(jnp.float32) + 1, (2, 1, 1, 256))
+    kv = jnp.broadcast_to(forward.positions[:, :, None, None].astype(jnp.float32) + 1, (1, 1, 1, 256))
     cache = rcache.put(cache, forward, 0, kv, kv)
     keys, _, mask = rcache.get(cache, forward, 0)
     length = rcache.lengths(cache).astype(jnp.float32)
@@ -127,7 +126,7 @@ def test_ten_thousand_steps_leave_nothing_behind():
     for calls in range(1, 11):
         cache, wrong = decode(cache)
         assert wrong == 0
-        assert rcache.lengths(cache).tolist() == [(1000 * calls - 1) % CONTEXT + 1] * 2
+        assert rcache.lengths(cache).tolist() == [(1000 * calls - 1) % CONTEXT + 1]
         alive.add(count_arrays())
     assert len(alive) == 1, alive
     check_conserved(jax.tree.map(np.asarray, cache))

@@ -12,7 +12,7 @@ from tests import small
 
 
 def test_pages_of_all_layers_are_one_pool():
-    """Reshaped for free, the pool holds page `p` of layer row `l` at number `l * P + p`, as paged attention wants it."""
+    """Reshaped for free, the pool holds page `p` of layer row `l` at number `l * P + p`, as kernels want it."""
     cache, forward, _, _, visible = small.run(small.used(), 5, small.batch([1, 2], [4, 6]))
     for group in small.CONFIG.kv_groups:
         page_table = cache.table.page_tables[group.page_group]

@@ -231,7 +231,7 @@ def test_generate_stops_each_row_where_it_should(verifier):
             cache,
             jnp.array([2, 0, -1], jnp.int32),
             logits,
-            max_new_tokens=9,
+            max_new_tokens=verify.NUM_GREEDY,
             limits=jnp.array(limits, jnp.int32),
             stop_tokens=(stop,),
         )
@@ -239,7 +239,7 @@ def test_generate_stops_each_row_where_it_should(verifier):
     cache, generated, status = answer([prompt, prompt], [9, 2, 9])
     assert status == rcache.Status.OK
     assert generated.lengths.tolist() == [5, 2, 0]
-    assert generated.tokens.tolist() == [expected[:5] + [0] * 4, expected[:2] + [0] * 7, [0] * 9]
+    assert generated.tokens.tolist() == [expected[:5] + [0] * 11, expected[:2] + [0] * 14, [0] * 16]
     # The last token of each was chosen, and not run.
     assert rcache.lengths(cache).tolist() == [21, 0, 24, 0, 0, 0]
 

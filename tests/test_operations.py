@@ -157,7 +157,7 @@ def standalone(operation):
 
 @every_operation
 def test_compiled_loops_equal_standalone_calls(operation):
-    """A `scan` in a `while_loop` in a `jit` that donates the cache: bit for bit what separate calls do, compiled once."""
+    """A `scan` in a `while_loop` in a `jit` that donates the cache does bit for bit what separate calls do."""
     num_traces = 0
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -192,12 +192,12 @@ def test_compiled_loops_equal_standalone_calls(operation):
     small.same_tree("cache", cache, expected[-1][0])
     for number, got, wanted in zip(OPERATIONS[operation], answers, expected, strict=True):
         small.same_tree(f"answer for {number}", got, list(wanted[1:]))
-    assert num_traces == 1
+    assert num_traces == 1  # whatever the numbers
 
 
 @every_operation
 def test_structure_shapes_and_dtypes_stay(operation):
-    cache, forward = before(operation)
+    cache, _ = before(operation)
     after = standalone(operation)[0][0]
     assert jax.tree.structure(after) == jax.tree.structure(cache)
     for old, new in zip(jax.tree.leaves(cache), jax.tree.leaves(after), strict=True):

@@ -18,7 +18,7 @@ from tests.oracle import CHUNK, NUM_CAPTURES, History, Model, poisoned, same_cac
 N = 3
 state = {"sum": rcache.State((2,))}
 POLICY = rcache.CheckpointPolicy(3, 1, 4)
-OPTIONS = dict(max_pass_tokens=CHUNK, checkpoints=POLICY)
+OPTIONS = {"max_pass_tokens": CHUNK, "checkpoints": POLICY}
 
 
 def attention(**window):
@@ -154,7 +154,7 @@ class Session:
                         assert not text or np.array_equal(state[row], fresh[layer, name]), (sequence, layer, name)
                 for t in range(len(text)):
                     self.sees(
-                        history.tokens + tuple(text), start + t, {l: [x[row] for x in v] for l, v in visible.items()}, t
+                        history.tokens + tuple(text), start + t, {i: [x[row] for x in v] for i, v in visible.items()}, t
                     )
         return cache, Status(int(status))
 
