@@ -113,7 +113,7 @@ class _Need(struct.PyTreeNode):
     """Pages a pass has to take."""
 
     held: jax.Array  # i32[B]: partial last page of each row, NONE if there is none
-    leaves: jax.Array  # bool[B]: it is shared, so the row takes another
+    leaves: jax.Array  # bool[B]: it is shared or not kept, so the row takes another
     logical: jax.Array  # i32[B, Q]: logical pages the pass may reach into anew
     wanted: jax.Array  # bool[B, Q]: those it does
 
@@ -123,11 +123,14 @@ class _Need(struct.PyTreeNode):
 
 
 def _need(table: PageTable, rows: Rows, page_size: int) -> _Need:
-    held = _lookup(table.pages, rows.index, rows.starts // page_size, rows.starts % page_size != 0)
+    is_partial = rows.starts % page_size != 0
+    held = _lookup(table.pages, rows.index, rows.starts // page_size, is_partial)
+    # A window of one token sees nothing before itself: a checkpoint there keeps no page, not even the partial one.
+    leaves = pools.must_leave(table.pool, held) | (rows.active & is_partial & (held < 0))
     most = -(-rows.num_tokens // page_size)
     logical = num_pages(rows.starts, page_size)[:, None] + jnp.arange(most, dtype=jnp.int32)[None, :]
     wanted = (logical * page_size < rows.ends[:, None]) & rows.active[:, None]
-    return _Need(held, pools.must_leave(table.pool, held), logical, wanted)
+    return _Need(held, leaves, logical, wanted)
 
 
 def shortage(table: PageTable, rows: Rows, page_size: int) -> jax.Array:
@@ -147,7 +150,7 @@ def extend(table: PageTable, rows: Rows, page_size: int) -> tuple[PageTable, jax
     return (
         table.replace(pages=store(table.pages, (rows.index[:, None], where), ids), pool=pools.release(pool, left)),
         left,
-        ids[:, 0],
+        jnp.where(left >= 0, ids[:, 0], jnp.int32(NONE)),
     )
 
 

@@ -12,7 +12,7 @@ from jax import lax
 from rcache.arguments import as_int32
 from rcache.cache import Cache
 from rcache.forward import Forward
-from rcache.indexing import store
+from rcache.indexing import look_up, store
 
 
 def check_same_config(cache: Cache, forward: Forward) -> None:
@@ -45,6 +45,29 @@ def row_of_layer(layers: tuple[int, ...], layer: int | jax.Array) -> jax.Array:
     if isinstance(layer, jax.core.Tracer):
         return jnp.searchsorted(jnp.asarray(np.array(layers, np.int32)), layer.astype(jnp.int32)).astype(jnp.int32)
     return jnp.int32(layers.index(int(layer)))
+
+
+def read_rows(buffer: jax.Array, row: jax.Array, slots: jax.Array) -> jax.Array:
+    """`buffer` [L, S, ...] at `[row, slots]`: [n, ...]. NONE reads zeros: selected, never multiplied."""
+
+    def gather(buffer: jax.Array, row: jax.Array, slots: jax.Array) -> jax.Array:
+        return look_up(buffer, (row, slots), 0)
+
+    def slices(buffer: jax.Array, row: jax.Array, slots: jax.Array) -> jax.Array:
+        tail = (jnp.int32(0),) * (buffer.ndim - 2)
+
+        def read(i: jax.Array, rows: jax.Array) -> jax.Array:
+            value = lax.dynamic_slice(buffer, (row, jnp.maximum(slots[i], 0), *tail), (1, 1, *buffer.shape[2:]))
+            value = jnp.where(slots[i] >= 0, value[0], jnp.zeros((), buffer.dtype))
+            return lax.dynamic_update_slice(rows, value, (i, *tail))
+
+        return lax.fori_loop(0, _num_turns(slots), read, jnp.zeros((slots.shape[0], *buffer.shape[2:]), buffer.dtype))
+
+    if slots.shape[0] == 1:
+        # A gather of one row is a slice to XLA on CPU, which it puts together with whatever uses the value later; then
+        # the write in between must not disturb it, and the whole buffer is copied. It cannot see through a loop.
+        return lax.platform_dependent(buffer, row, slots, cpu=slices, default=gather)
+    return gather(buffer, row, slots)
 
 
 def write_rows(buffer: jax.Array, row: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
@@ -96,4 +119,12 @@ def _write_slices(
         there = lax.dynamic_slice(buffer, start(i), value.shape)
         return lax.dynamic_update_slice(buffer, jnp.where(ids[i] >= 0, value, there), start(i))
 
-    return lax.fori_loop(0, ids.shape[0], write, buffer)
+    return lax.fori_loop(0, _num_turns(ids), write, buffer)
+
+
+def _num_turns(ids: jax.Array) -> jax.Array:
+    """Up to the last of `ids` that is not NONE: i32[].
+
+    Unknown to the compiler on purpose: it would unroll a loop of one turn (see `read_rows`).
+    """
+    return jnp.max(jnp.where(ids >= 0, jnp.arange(1, ids.shape[0] + 1, dtype=jnp.int32), jnp.int32(0)))

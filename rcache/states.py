@@ -38,7 +38,7 @@ def read_state(
     payload.check_same_config(cache, forward)
     states = {}
     for group, row in _groups_of(cache, layer, like):
-        states[group.name] = _read_rows(cache.states[group.key], row, forward.read_slots)
+        states[group.name] = payload.read_rows(cache.states[group.key], row, forward.read_slots)
     return states
 
 
@@ -116,17 +116,11 @@ def ensure_writable(cache: Cache, forward: Forward) -> tuple[Cache, Forward]:
     for group in cache.config.state_groups:
 
         def copy_layer(row: jax.Array, buffer: jax.Array) -> jax.Array:
-            rows = _read_rows(buffer, row, forward.read_slots)
+            rows = payload.read_rows(buffer, row, forward.read_slots)
             return payload.write_rows(buffer, row, write_slots, rows)
 
         buffers[group.key] = lax.fori_loop(0, len(group.layers), copy_layer, buffers[group.key])
     return cache.replace(states=buffers), forward.replace(read_slots=forward.write_slots)
-
-
-def _read_rows(buffer: jax.Array, row: jax.Array, slots: jax.Array) -> jax.Array:
-    """`buffer[row, slots]`, zero where there is no slot: selected, never multiplied, whatever the slot holds."""
-    found = (slots >= 0).reshape(-1, *(1,) * (buffer.ndim - 2))
-    return jnp.where(found, buffer[row, jnp.maximum(slots, 0)], jnp.zeros((), buffer.dtype))
 
 
 def _check(value: jax.Array, shape: tuple[int, ...], group: StateGroup, layer: int | jax.Array) -> None:

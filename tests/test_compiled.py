@@ -19,20 +19,21 @@ CONTEXT = 64
 
 def config(scale):
     policy = rcache.CheckpointPolicy(count=2, min_position=0, interval=8)
-    return rcache.Config(LAYERS, 1, CONTEXT, checkpoints=policy, num_slots=4 * scale, num_pages=6 * scale)
+    return rcache.Config(LAYERS, 2, CONTEXT, checkpoints=policy, num_slots=8 * scale, num_pages=12 * scale)
 
 
 def decode(cache):
-    """One token of the one sequence; when it is full, it begins anew. Also whether it read what should be there.
+    """One token of both sequences; a full one begins anew. Also how many rows read what should not be there.
 
     The state counts tokens; keys and values hold their position plus one.
     """
-    full = rcache.lengths(cache)[0] == CONTEXT
-    cache, _ = rcache.remove(cache, 0, jnp.where(full, 0, jnp.int32(CONTEXT)))
-    cache, forward, status = rcache.start_forward(cache, rcache.make_batch([0], [1], 1))
+    for sequence in (0, 1):
+        full = rcache.lengths(cache)[sequence] == CONTEXT
+        cache, _ = rcache.remove(cache, sequence, jnp.where(full, 0, jnp.int32(CONTEXT)))
+    cache, forward, status = rcache.start_forward(cache, rcache.make_batch([0, 1], [1, 1], 1))
     state = rcache.read_state(cache, forward, 0)["sum"]
     cache = rcache.update_state(cache, forward, 0, {"sum": state + jnp.float32(1)})
-    kv = jnp.broadcast_to(forward.positions[:, :, None, None].astype(jnp.float32) + 1, (1, 1, 1, 256))
+    kv = jnp.broadcast_to(forward.positions[:, :, None, None].astype(jnp.float32) + 1, (2, 1, 1, 256))
     cache = rcache.put(cache, forward, 0, kv, kv)
     keys, _, mask = rcache.get(cache, forward, 0)
     length = rcache.lengths(cache).astype(jnp.float32)
@@ -111,6 +112,21 @@ def test_decoding_updates_all_payload_in_place(scale):
     assert memory.temporaries < min(payload_part_bytes(config(scale)))  # nor is any part of it copied
 
 
+def test_decoding_one_sequence_updates_its_state_in_place():
+    policy = rcache.CheckpointPolicy(count=2, min_position=0, interval=8)
+    config = rcache.Config(
+        (rcache.Layer({"sum": rcache.State((64, 64))}),), 1, CONTEXT, checkpoints=policy, num_slots=64
+    )
+
+    def step(cache, batch):
+        cache, forward, _ = rcache.start_forward(cache, batch)
+        new = rcache.read_state(cache, forward, 0)["sum"] + jnp.float32(1)
+        return rcache.update_state(cache, forward, 0, {"sum": new}), new[:, 0, 0]
+
+    _, memory = rcache.reserve(step, rcache.abstract(config), rcache.make_batch([0], [1], 1))
+    assert memory.temporaries < payload_bytes(config) / 2
+
+
 def test_temporaries_do_not_grow_with_the_pool():
     """Sixteen times the slots and pages: what a step needs besides the cache grows by some tables at most."""
     (_, few), (_, many) = compiled(1), compiled(16)
@@ -126,7 +142,7 @@ def test_ten_thousand_steps_leave_nothing_behind():
     for calls in range(1, 11):
         cache, wrong = decode(cache)
         assert wrong == 0
-        assert rcache.lengths(cache).tolist() == [(1000 * calls - 1) % CONTEXT + 1]
+        assert rcache.lengths(cache).tolist() == [(1000 * calls - 1) % CONTEXT + 1] * 2
         alive.add(count_arrays())
     assert len(alive) == 1, alive
     check_conserved(jax.tree.map(np.asarray, cache))

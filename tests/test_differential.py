@@ -43,6 +43,9 @@ CONFIGS = {
     "one checkpoint": rcache.Config(
         (rcache.Layer(both),), 4, 40, num_slots=6, checkpoints=rcache.CheckpointPolicy(1, 0, 12)
     ),
+    "hybrid with a window of one": rcache.Config(
+        (rcache.Layer(conv, rcache.Attention(1, 2, sliding_window=1)),), 4, 40, page_size=2, checkpoints=POLICY
+    ),
     "attention only": rcache.Config(
         (
             rcache.Layer(attention=full),
