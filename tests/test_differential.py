@@ -149,7 +149,7 @@ def test_random_sessions(name):
         "Session", (Session,), {"config": CONFIGS[name], "contexts": (None, 20) if name == "hybrid" else (None,)}
     )
     settings = hypothesis.settings(
-        max_examples=max(1, NUM_OPERATIONS // STEPS // len(CONFIGS)),
+        max_examples=-(-NUM_OPERATIONS // (STEPS * len(CONFIGS))),
         stateful_step_count=STEPS,
         deadline=None,
         suppress_health_check=list(hypothesis.HealthCheck),
