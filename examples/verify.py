@@ -1,7 +1,7 @@
 """Checks models against the logits Hugging Face transformers computed: python examples/verify.py [FOLDER ...]
 
-A folder has a checkpoint and `expected.npz`: `input_ids` i32[B, L], `logits` f32[B, L, V], and `greedy` i32[B, G], of
-which the last 16 tokens are greedy continuations of the others. Every way through the cache must lead to those logits.
+A folder has a checkpoint and `expected.npz`: `input_ids` i32[B, L], `logits` f32[B, L, V], and `greedy` i32[B, G],
+beginnings of `input_ids` with their greedy continuations. Every way through the cache must lead to those logits.
 """
 
 from __future__ import annotations
@@ -209,16 +209,27 @@ class Verifier:
         cache, logits = self.run(cache, self.tokens, self.each(0), self.each(self.length), width=self.length)
         return self.error(logits)
 
+    def prompt_length(self) -> int:
+        """Tokens of `greedy` that were given: what all rows have in common with the inputs, else all but the last 16.
+
+        Should the first greedy tokens equal the inputs in every row, they are taken as given, and one fewer is checked.
+        """
+        width = min(self.length, self.greedy.shape[1])
+        same = (self.greedy[:, :width] == self.tokens[:, :width]).all(axis=0)
+        num_same = int(np.logical_and.accumulate(same).sum())
+        return num_same if 0 < num_same < self.greedy.shape[1] else self.greedy.shape[1] - NUM_GREEDY
+
     def greedy_tokens(self) -> int:
         """How many tokens of the compiled loop differ."""
-        prompt_length = self.greedy.shape[1] - NUM_GREEDY
+        prompt_length = self.prompt_length()
         prompts = [row[:prompt_length].tolist() for row in self.greedy]
         cache, logits, status = decoding.prefill(
             self.model, self.empty_cache(), prompts, self.rows.tolist(), buckets=(CHUNK,)
         )
         rcache.raise_if_error(status)
         sequences = jnp.asarray(self.rows, jnp.int32)
-        _, generated, status = decoding.generate(self.model, cache, sequences, logits, max_new_tokens=NUM_GREEDY)
+        num_new = self.greedy.shape[1] - prompt_length
+        _, generated, status = decoding.generate(self.model, cache, sequences, logits, max_new_tokens=num_new)
         rcache.raise_if_error(status)
         return int(np.sum(np.asarray(generated.tokens) != self.greedy[:, prompt_length:]))
 
