@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +16,12 @@ from safetensors import safe_open
 
 ModelT = TypeVar("ModelT", bound=nnx.Module)
 
+Progress = Callable[[int, int], None]  # bytes read, of all
+
+# What stands in checkpoints beside a language model: heads that predict several tokens, and eyes.
+_OTHER_PARTS = ("mtp.", "model.visual.")
+_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<index>\d+)\.(?P<name>.*)\.weight")
+
 
 def read_config(folder: str | Path) -> dict[str, Any]:
     """`config.json` of a folder."""
@@ -23,13 +31,39 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def read_weights(folder: str | Path) -> dict[str, np.ndarray]:
+def read_weights(folder: str | Path, *, progress: Progress | None = None) -> dict[str, np.ndarray]:
     """Every tensor of a folder by name, in the type it is stored in (bfloat16 as ml_dtypes' NumPy type)."""
     weights: dict[str, np.ndarray] = {}
-    for path in _weight_files(Path(folder)):
+    paths = _weight_files(Path(folder))
+    num_bytes, all_bytes = 0, sum(path.stat().st_size for path in paths)
+    for path in paths:
         with safe_open(path, framework="numpy") as tensors:
-            weights |= {name: tensors.get_tensor(name) for name in tensors.keys()}
+            for name in tensors.keys():
+                weights[name] = tensors.get_tensor(name)
+                num_bytes += weights[name].nbytes
+                if progress is not None:
+                    progress(num_bytes, all_bytes)
     return weights
+
+
+def language_weights(weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors of the language model, the equal tensors of experts as one: `[E, ...]` under `experts.<name>`."""
+    kept, of_experts = {}, defaultdict(dict)
+    for name, array in weights.items():
+        if name.startswith(_OTHER_PARTS):
+            continue
+        name = name.replace("model.language_model.", "model.")  # as one part among others
+        if match := _EXPERT.fullmatch(name):
+            of_experts[f"{match['experts']}.{match['name']}"][int(match["index"])] = array
+        else:
+            kept[name] = array
+    for name, arrays in of_experts.items():
+        if sorted(arrays) != list(range(len(arrays))) or len({array.shape for array in arrays.values()}) > 1:
+            raise ValueError(
+                f"{name}: there must be equal weights of experts 0 to {len(arrays) - 1}, got {sorted(arrays)}"
+            )
+        kept[name] = np.stack([arrays[index] for index in range(len(arrays))])
+    return kept
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -1,0 +1,116 @@
+"""Attention over the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import rcache
+from models.layers import Linear, einsum
+from models.passes import Pass
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention.
+
+    Args:
+      hidden_size: of the input and the output.
+      num_heads: heads of queries; as many, one after the other, share a head of keys and values.
+      num_kv_heads: heads of keys and values.
+      head_dim: size of a head.
+      scale: of the scores; None: `head_dim ** -0.5`.
+      rope_frequencies: of the pairs that RoPE turns in queries and keys; none: positions are not encoded.
+      norm: makes the norm of each head of queries and of keys, before RoPE; None: they have none.
+      gated: the output is multiplied by the sigmoid of a gate, which `q_proj` gives beside each head of queries.
+      bias: whether the projections of queries, keys and values have one.
+      output_bias: whether the output's has one.
+      sliding_window: a query sees itself and the `sliding_window - 1` tokens before it; None: all before it.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float | None = None,
+        rope_frequencies: tuple[float, ...] = (),
+        norm: Callable[[int], nnx.Module] | None = None,
+        gated: bool = False,
+        bias: bool = False,
+        output_bias: bool = False,
+        sliding_window: int | None = None,
+    ) -> None:
+        self.q_proj = Linear(hidden_size, num_heads * head_dim * (2 if gated else 1), bias=bias)
+        self.k_proj = Linear(hidden_size, num_kv_heads * head_dim, bias=bias)
+        self.v_proj = Linear(hidden_size, num_kv_heads * head_dim, bias=bias)
+        self.o_proj = Linear(num_heads * head_dim, hidden_size, bias=output_bias)
+        if norm is not None:
+            self.q_norm, self.k_norm = norm(head_dim), norm(head_dim)
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.scale = head_dim**-0.5 if scale is None else scale
+        self.rope_frequencies = rope_frequencies
+        self.gated = gated
+        self.sliding_window = sliding_window
+
+    def cache_layer(self) -> rcache.Layer:
+        """What it remembers."""
+        kept = rcache.Attention(self.num_kv_heads, self.head_dim, sliding_window=self.sliding_window)
+        return rcache.Layer(attention=kept)
+
+    def __call__(
+        self, x: jax.Array, cache: rcache.Cache | None, forward: Pass, layer: int
+    ) -> tuple[jax.Array, rcache.Cache | None]:
+        """f32[B, T, D] to the same shape, and the cache. Padding sees no key, and gets some finite mean."""
+        heads = (*x.shape[:2], -1, self.head_dim)
+        queries, keys, values = self.q_proj(x), self.k_proj(x).reshape(heads), self.v_proj(x).reshape(heads)
+        if self.gated:
+            queries, gate = jnp.split(queries.reshape(*x.shape[:2], self.num_heads, -1), 2, axis=-1)
+        queries = queries.reshape(heads)
+        if hasattr(self, "q_norm"):
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        queries = rope(queries, forward.positions, self.rope_frequencies)
+        keys = rope(keys, forward.positions, self.rope_frequencies)
+        if cache is None:
+            mask = forward.causal_mask(self.sliding_window)
+        else:
+            cache = rcache.put(cache, forward, layer, keys, values)
+            keys, values, mask = rcache.get(cache, forward, layer)  # [B, X, H, D], [B, X, H, Dv], [B, T, X]
+        attended = attend(queries, keys, values, mask, scale=self.scale)
+        if self.gated:
+            attended = attended * jax.nn.sigmoid(gate)
+        return self.o_proj(attended.reshape(*x.shape[:2], -1)), cache
+
+
+def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array, *, scale: float) -> jax.Array:
+    """Softmax attention of `queries` f32[B, T, H * G, D] to `keys` f32[B, X, H, D] where `mask` bool[B, T, X].
+
+    Query heads `h * G .. h * G + G - 1` share key head `h`. Returns f32[B, T, H * G, Dv].
+    """
+    num_rows, num_tokens, num_heads, head_dim = queries.shape
+    grouped = queries.reshape(num_rows, num_tokens, keys.shape[2], num_heads // keys.shape[2], head_dim)
+    scores = einsum("bthgd,bxhd->bhgtx", grouped, keys) * scale
+    lowest = jnp.finfo(scores.dtype).min
+    weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, lowest), axis=-1)
+    attended = einsum("bhgtx,bxhd->bthgd", weights, values)
+    return attended.reshape(num_rows, num_tokens, num_heads, -1)
+
+
+def rope(x: jax.Array, positions: jax.Array, frequencies: tuple[float, ...]) -> jax.Array:
+    """Rotates the leading components of `x` f32[B, T, H, D] by `positions` i32[B, T] times the `R` frequencies.
+
+    Components `i` and `R + i` are a pair (Su et al., RoFormer, 2021); those from `2 R` on stay as they are.
+    """
+    num_pairs = len(frequencies)
+    if not num_pairs:
+        return x
+    angles = positions.astype(x.dtype)[..., None, None] * jnp.array(frequencies, x.dtype)  # [B, T, 1, R]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    first, second, rest = jnp.split(x, [num_pairs, 2 * num_pairs], axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)

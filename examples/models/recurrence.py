@@ -1,0 +1,158 @@
+"""Recurrences over the tokens of a pass: in parallel over several tokens, in one step for a single one.
+
+Each takes the state before the pass, and `offsets` i32[B, C]: it returns its outputs, and the states after the first
+`offsets[b, c]` tokens of each row, read off the parallel form. Nothing behind an offset has a part in its state: the
+state after a row's last token is one of them, and what pads the row behind it does not matter. An offset of 0, or a
+negative one, stands for the state before the pass.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from models.layers import einsum
+
+
+def states_at(history: jax.Array, offsets: jax.Array) -> jax.Array:
+    """`history` [B, 1 + T, ...], the states before the pass and after each token, at `offsets` i32[B, C]: [B, C, ...]."""
+    return jax.vmap(lambda row, index: row[index])(history, jnp.maximum(offsets, 0))
+
+
+def linear_recurrence(
+    decay: jax.Array, inputs: jax.Array, state: jax.Array, offsets: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """`h[t] = decay[t] * h[t - 1] + inputs[t]`, element by element.
+
+    Args:
+      decay: f32[B, T, W].
+      inputs: f32[B, T, W].
+      state: f32[B, W], `h` before the pass.
+      offsets: i32[B, C].
+
+    Returns:
+      `h` f32[B, T, W], and the states at `offsets` f32[B, C, W].
+    """
+
+    def combine(earlier: tuple, later: tuple) -> tuple:
+        return earlier[0] * later[0], earlier[1] * later[0] + later[1]
+
+    decays, sums = lax.associative_scan(combine, (decay, inputs), axis=1)
+    outputs = decays * state[:, None] + sums
+    return outputs, states_at(jnp.concatenate([state[:, None], outputs], axis=1), offsets)
+
+
+def linear_attention(
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    log_decay: jax.Array,
+    state: jax.Array,
+    offsets: jax.Array,
+    *,
+    beta: jax.Array | None = None,
+    chunk_size: int = 64,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention without softmax, over a state `S` of outer products that decays from token to token.
+
+    `S[t] = a[t] S[t - 1] + u[t] k[t]^T` and `o[t] = S[t] q[t]`, with `a = exp(log_decay)`. Without `beta`, what is
+    written is the value, `u = v`: the state space dual of Mamba-2 (Dao and Gu, 2024). With it, it is the gated delta
+    rule (Yang et al., 2024): `u[t] = beta[t] (v[t] - a[t] S[t - 1] k[t])` corrects what the state has at that key.
+
+    Args:
+      queries: f32[B, T, H, K].
+      keys: f32[B, T, H, K].
+      values: f32[B, T, H, V].
+      log_decay: f32[B, T, H], not positive.
+      state: f32[B, H, V, K], `S` before the pass.
+      offsets: i32[B, C].
+      beta: f32[B, T, H].
+      chunk_size: tokens that run in parallel. It has a part in the rounding, not in the result.
+
+    Returns:
+      Outputs f32[B, T, H, V], and the states at `offsets` f32[B, C, H, V, K].
+    """
+    if queries.shape[1] == 1:
+        first = [None if x is None else x[:, 0] for x in (queries, keys, values, log_decay, beta)]
+        output, new = _step(*first, state)
+        after = jnp.where((offsets > 0)[..., None, None, None], new[:, None], state[:, None])
+        return output[:, None], after
+    return _chunks(queries, keys, values, log_decay, beta, state, offsets, min(chunk_size, queries.shape[1]))
+
+
+def _step(
+    query: jax.Array, key: jax.Array, value: jax.Array, log_decay: jax.Array, beta: jax.Array | None, state: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """One token: products are broadcast and summed over the minor axis, which reads a state as it lies in memory."""
+    state = jnp.exp(log_decay)[..., None, None] * state  # [B, H, V, K]
+    if beta is not None:
+        value = beta[..., None] * (value - jnp.sum(state * key[..., None, :], axis=-1))
+    state = state + value[..., None] * key[..., None, :]
+    return jnp.sum(state * query[..., None, :], axis=-1), state
+
+
+def _chunks(
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array | None,
+    state: jax.Array,
+    offsets: jax.Array,
+    chunk_size: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Chunks of `X` tokens: what their tokens do to each other in parallel, then the states from chunk to chunk.
+
+    Inside a chunk that began with state `S`, and with `G[t]` the sum of its log decays up to `t`, what is written is
+    `u[t] = beta[t] (v[t] - exp(G[t]) S k[t] - sum over j < t of exp(G[t] - G[j]) (k[t] . k[j]) u[j])`: a triangular
+    system, solved for `v` and for what is read from `S` before `S` is known.
+    """
+    num_tokens = queries.shape[1]
+
+    def chunked(x: jax.Array) -> jax.Array:
+        """[B, T, H, ...] to [N, B, H, X, ...]. What pads the last chunk is behind all tokens."""
+        x = jnp.pad(x, [(0, 0), (0, -num_tokens % chunk_size)] + [(0, 0)] * (x.ndim - 2))
+        x = x.reshape(x.shape[0], -1, chunk_size, *x.shape[2:])
+        return jnp.moveaxis(x, (1, 3), (0, 2))
+
+    queries, keys, values = chunked(queries), chunked(keys), chunked(values)
+    total = jnp.cumsum(chunked(log_decay), axis=-1)  # [N, B, H, X]
+    order = jnp.arange(chunk_size, dtype=jnp.int32)
+    is_past = order[:, None] >= order[None, :]
+    between = jnp.exp(jnp.where(is_past, total[..., :, None] - total[..., None, :], -jnp.inf))  # [N, B, H, X, X]
+    reads = None
+    if beta is not None:
+        beta = chunked(beta)[..., None]
+        scaled = beta * keys
+        system = einsum("nbhik,nbhjk->nbhij", scaled, keys) * between  # below the diagonal, which counts as one
+        sides = jnp.concatenate([beta * values, scaled * jnp.exp(total)[..., None]], axis=-1)
+        solved = lax.linalg.triangular_solve(system, sides, left_side=True, lower=True, unit_diagonal=True)
+        values, reads = jnp.split(solved, [values.shape[-1]], axis=-1)
+
+    def run_chunk(state: jax.Array, chunk: tuple) -> tuple[jax.Array, tuple]:
+        values, reads, keys, total = chunk
+        written = values if reads is None else values - einsum("bhik,bhvk->bhiv", reads, state)
+        keys = jnp.exp(total[..., -1:] - total)[..., None] * keys
+        return _carried(total[..., -1], state) + einsum("bhiv,bhik->bhvk", written, keys), (state, written)
+
+    _, (starts, written) = lax.scan(run_chunk, state, (values, reads, keys, total))
+    outputs = jnp.exp(total)[..., None] * einsum("nbhik,nbhvk->nbhiv", queries, starts)
+    outputs += einsum("nbhij,nbhjv->nbhiv", einsum("nbhik,nbhjk->nbhij", queries, keys) * between, written)
+    outputs = jnp.moveaxis(outputs, (0, 2), (1, 3))  # [B, N, X, H, V]
+    outputs = outputs.reshape(outputs.shape[0], -1, *outputs.shape[3:])[:, :num_tokens]
+
+    # The state at an offset: that at the beginning of its chunk, and what the chunk's tokens before it have written.
+    index = jnp.clip(offsets // chunk_size, 0, starts.shape[0] - 1)
+    num_before = jnp.maximum(offsets, 0) - index * chunk_size
+    rows = jnp.arange(offsets.shape[0], dtype=jnp.int32)[:, None]
+    start, written, keys, total = (x[index, rows] for x in (starts, written, keys, total))  # [B, C, H, ...]
+    last = jnp.maximum(num_before - 1, 0)[..., None, None]
+    total_before = jnp.where(num_before[..., None] > 0, jnp.take_along_axis(total, last, axis=-1)[..., 0], 0)
+    is_before = order < num_before[..., None, None]
+    decay = jnp.exp(jnp.where(is_before, total_before[..., None] - total, -jnp.inf))  # [B, C, H, X]
+    return outputs, _carried(total_before, start) + einsum("bchiv,bchik->bchvk", written, decay[..., None] * keys)
+
+
+def _carried(log_decay: jax.Array, state: jax.Array) -> jax.Array:
+    return jnp.exp(log_decay)[..., None, None] * state
