@@ -4,8 +4,8 @@ A folder has a checkpoint and `expected.npz`: `input_ids` i32[B, L], `logits` f3
 beginnings of `input_ids` with their greedy continuations. Every way through the cache must lead to those logits, and
 each recurrent state to that of a fresh prefill.
 
-Logits may be off by 1e-4. Where float32 itself is worse, because a model divides by what nearly cancels out, they may be
-off by twice what its own logits in float32 are off from those in float64: that is then said in the table.
+Logits may be off by 1e-4. Where float32 itself is worse, because a model divides by what nearly cancels out, they may
+be off by twice what its own logits in float32 are off from those in float64: that is then said in the table.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CHUNK = 8
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a check found, and the cache it ended with: all tokens of row `b` in sequence `first + b`, for each first."""
+    """What a check found, and the cache it ended with: row `b` in sequence `first + b`, for each first."""
 
     error: float  # the largest difference of a logit
     cache: rcache.Cache

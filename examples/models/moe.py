@@ -17,7 +17,7 @@ _GROUPED = lax.RaggedDotDimensionNumbers(
 
 
 def grouped_linear(x: jax.Array, weight: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """`x` f32[M, in], rows of expert 0 first, `group_sizes` i32[E] of each, by `weight` f32[E, out, in]: f32[M, out]."""
+    """`x` f32[M, in], rows of expert 0 first, `group_sizes` i32[E], by `weight` f32[E, out, in]: f32[M, out]."""
     return lax.ragged_dot_general(x, weight, group_sizes, _GROUPED, precision=lax.Precision.HIGHEST)
 
 

@@ -16,7 +16,7 @@ from models.layers import einsum
 
 
 def states_at(history: jax.Array, offsets: jax.Array) -> jax.Array:
-    """`history` [B, 1 + T, ...], the states before the pass and after each token, at `offsets` i32[B, C]: [B, C, ...]."""
+    """`history` [B, 1 + T, ...], states before the pass and after each token, at `offsets` i32[B, C]: [B, C, ...]."""
     return jax.vmap(lambda row, index: row[index])(history, jnp.maximum(offsets, 0))
 
 

@@ -6,7 +6,6 @@ Every layer is `x + temporal(norm(x))`, then `x + mlp(norm(x))` (De et al., Grif
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
