@@ -16,11 +16,15 @@ import decoding
 import models
 import rcache
 import verify
-from models import layers
+from models import recurrence
+from models.attention import rope
 from models.lfm2 import Lfm2Config
+from models.mixers import CausalConv
 from text import ByteTokenizer
 
-LFM2 = Path(__file__).parent / "data" / "hf" / "lfm2"
+HF = Path(__file__).parent / "data" / "hf"
+FAMILIES = ("granitemoehybrid", "lfm2", "nemotron_h", "qwen3_5", "qwen3_next", "recurrent_gemma")
+LFM2 = HF / "lfm2"
 
 
 @pytest.fixture(scope="module")
@@ -28,15 +32,24 @@ def verifier():
     return verify.Verifier(LFM2)
 
 
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    return verify.Verifier(HF / request.param)
+
+
 @pytest.mark.parametrize("check", verify.CHECKS)
-def test_logits_and_tokens_equal_the_expected_ones(verifier, check):
-    error = verify.CHECKS[check](verifier)
-    assert error == 0 if isinstance(error, int) else error <= verify.TOLERANCE
+def test_logits_states_and_tokens_equal_the_expected_ones(family, check):
+    result = verify.verify(family, check)
+    assert result.ok, verify.line_of(result)
 
 
-def test_verify_notices_wrong_logits(verifier, monkeypatch):
+def test_verify_notices_wrong_logits_and_states(verifier, monkeypatch):
     monkeypatch.setattr(verifier, "logits", verifier.logits + np.float32(1e-3))
-    assert verify.CHECKS["whole prefill"](verifier) > verify.TOLERANCE
+    assert not verify.verify(verifier, "whole prefill").ok
+    monkeypatch.undo()
+    wrong = {"conv": [state + np.float32(1e-3) * np.abs(state).max() for state in verifier.fresh_states["conv"]]}
+    monkeypatch.setitem(vars(verifier), "fresh_states", wrong)
+    assert not verify.verify(verifier, "whole prefill").ok
 
 
 # Loading
@@ -134,7 +147,8 @@ def test_lfm2_options():
     assert options(block_ff_dim=48).mlp_size == 32  # the old name
     assert options(layer_types=None, full_attn_idxs=[3]).layer_types == ("conv", "conv", "conv", "full_attention")
     assert options().head_dim == 16 and options(head_dim=32).head_dim == 32
-    assert not options(tie_embedding=False).tie_embeddings  # the old name
+    assert not options(tie_embedding=False).tie_word_embeddings  # the old name
+    assert len(options(rope_parameters={"partial_rotary_factor": 0.5}).rope_frequencies) == 4
     with_theta = options(rope_parameters=None, rope_theta=100.0).rope_frequencies
     np.testing.assert_allclose(with_theta, 100.0 ** (-np.arange(8) / 8), rtol=1e-6)
     linear = options(rope_parameters={"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0}).rope_frequencies
@@ -151,14 +165,13 @@ def test_a_convolution_goes_on_from_its_state_wherever_rows_end(width):
     lengths, num_tokens, channels = [0, 1, width - 1, 7], 7, 2
     state = rng.normal(size=(4, width - 1, channels)).astype(np.float32)
     inputs = rng.normal(size=(4, num_tokens, channels)).astype(np.float32)
-    history = layers.conv_history(jnp.asarray(state), jnp.asarray(inputs))
-    offsets = jnp.array([[-1, -1], [1, -1], [1, width - 1], [2, 6]], jnp.int32)
-    ends = np.asarray(layers.conv_state_after(history, jnp.array(lengths, jnp.int32)[:, None], width))
-    inside = np.asarray(layers.conv_state_after(history, offsets, width))
-    conv = layers.DepthwiseConv(channels, width, bias=True)
+    offsets = np.array([[-1, -1], [1, -1], [1, width - 1], [2, 6]], np.int32)
+    conv = CausalConv(channels, width, bias=True)
     conv.weight[...] = jnp.asarray(rng.normal(size=(channels, 1, width)), jnp.float32)
     conv.bias[...] = jnp.asarray(rng.normal(size=channels), jnp.float32)
-    outputs = np.asarray(conv(history))
+    asked = jnp.concatenate([jnp.array(lengths, jnp.int32)[:, None], offsets], axis=1)
+    outputs, after = conv(jnp.asarray(inputs), {"conv": jnp.asarray(state)}, asked)
+    outputs, ends, inside = np.asarray(outputs), np.asarray(after["conv"])[:, :1], np.asarray(after["conv"])[:, 1:]
     for row, length in enumerate(lengths):
         past = np.concatenate([state[row], inputs[row, :length]])
         np.testing.assert_array_equal(ends[row, 0], past[-(width - 1) :])
@@ -172,10 +185,78 @@ def test_a_convolution_goes_on_from_its_state_wherever_rows_end(width):
 
 def test_rope_turns_pairs_and_leaves_the_rest():
     x = np.random.default_rng(0).normal(size=(1, 3, 2, 6)).astype(np.float32)
-    turned = np.asarray(layers.rope(jnp.asarray(x), jnp.array([[0, 1, 7]], jnp.int32), (1.0, 0.25)))
+    turned = np.asarray(rope(jnp.asarray(x), jnp.array([[0, 1, 7]], jnp.int32), (1.0, 0.25)))
     angles = np.array([0, 1, 7])[:, None, None] * np.array([1.0, 0.25])
     pairs = (x[..., :2] + 1j * x[..., 2:4]) * np.exp(1j * angles)
     np.testing.assert_allclose(turned, np.concatenate([pairs.real, pairs.imag, x[..., 4:]], -1), rtol=1e-5, atol=1e-6)
+
+
+def stepwise(queries, keys, values, log_decay, state, beta):
+    """The recurrence as it is defined, in float64, token by token: outputs, and the states after 0, 1, ... tokens."""
+    outputs, states = [], [state]
+    for t in range(queries.shape[1]):
+        state = np.exp(log_decay[:, t])[..., None, None] * state
+        written = values[:, t]
+        if beta is not None:
+            written = beta[:, t, :, None] * (written - np.einsum("bhvk,bhk->bhv", state, keys[:, t]))
+        state = state + written[..., None] * keys[:, t, :, None]
+        outputs.append(np.einsum("bhvk,bhk->bhv", state, queries[:, t]))
+        states.append(state)
+    return np.stack(outputs, 1), np.stack(states, 1)
+
+
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize(("num_tokens", "chunk_size"), [(1, 64), (5, 64), (12, 4), (13, 5), (7, 1)])
+def test_linear_attention_in_chunks_is_the_recurrence(delta, num_tokens, chunk_size):
+    """Chunks that divide and that do not; states before the pass, at ends of chunks, inside them, and at the end."""
+    rng = np.random.default_rng(num_tokens)
+    rows, heads, key_dim, value_dim = 2, 3, 4, 6
+    shape = (rows, num_tokens, heads)
+    queries, keys = rng.normal(size=(*shape, key_dim)), rng.normal(size=(*shape, key_dim))
+    keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
+    values, log_decay = rng.normal(size=(*shape, value_dim)), -rng.uniform(0, 2, shape)
+    beta = rng.uniform(0, 1, shape) if delta else None
+    state = rng.normal(size=(rows, heads, value_dim, key_dim))
+    offsets = np.stack([[-1, 0, *range(1, num_tokens + 1)], [num_tokens, *range(num_tokens + 1)]]).astype(np.int32)
+    expected, states = stepwise(queries, keys, values, log_decay, state, beta)
+    single = [None if x is None else jnp.asarray(x, jnp.float32) for x in (queries, keys, values, log_decay, state)]
+    got, after = recurrence.linear_attention(
+        *single,
+        jnp.asarray(offsets),
+        beta=None if beta is None else jnp.asarray(beta, jnp.float32),
+        chunk_size=chunk_size,
+    )
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+    at_offsets = states[np.arange(rows)[:, None], np.maximum(offsets, 0)]
+    np.testing.assert_allclose(after, at_offsets, rtol=1e-4, atol=1e-5)
+
+
+def test_what_pads_a_row_has_no_part_in_its_states():
+    """Not even if it is as large as numbers get."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=(1, 8, 2, 4)).astype(np.float32) for _ in range(3)]
+    log_decay = -rng.uniform(0, 1, (1, 8, 2)).astype(np.float32)
+    state, offsets = jnp.ones((1, 2, 4, 4)), jnp.array([[5, 3, 0]], jnp.int32)
+    _, clean = recurrence.linear_attention(*map(jnp.asarray, (*arrays, log_decay)), state, offsets, chunk_size=3)
+    for array in arrays:
+        array[:, 5:] = 1e18
+    _, padded = recurrence.linear_attention(*map(jnp.asarray, (*arrays, log_decay)), state, offsets, chunk_size=3)
+    np.testing.assert_array_equal(padded, clean)
+    np.testing.assert_array_equal(clean[:, 2], state)
+
+
+def test_linear_recurrence_is_the_recurrence():
+    rng = np.random.default_rng(0)
+    decay, inputs = rng.uniform(0, 1, (2, 9, 3)), rng.normal(size=(2, 9, 3))
+    state, offsets = rng.normal(size=(2, 3)), np.array([[9, -1, 4], [0, 1, 8]], np.int32)
+    states = [state]
+    for t in range(9):
+        states.append(decay[:, t] * states[-1] + inputs[:, t])
+    states = np.stack(states, 1)
+    single = [jnp.asarray(x, jnp.float32) for x in (decay, inputs, state)]
+    outputs, after = recurrence.linear_recurrence(*single, jnp.asarray(offsets))
+    np.testing.assert_allclose(outputs, states[:, 1:], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(after, states[np.arange(2)[:, None], np.maximum(offsets, 0)], rtol=1e-5, atol=1e-6)
 
 
 # Decoding

@@ -33,6 +33,7 @@ class GraniteMoeHybridConfig(ModelConfig):
     num_hidden_layers: int = 32
     num_attention_heads: int = 32
     num_key_value_heads: int = 0  # 0: as many as of queries
+    head_dim: int = 0  # 0: an equal part of hidden_size
     attention_bias: bool = False
     attention_multiplier: float = 1.0
     embedding_multiplier: float = 1.0
@@ -62,9 +63,9 @@ class GraniteMoeHybridConfig(ModelConfig):
         layer_types = config.get("layer_types") or config.get("layers_block_type") or ["mamba"] * num_layers
         config["layer_types"] = [_OLD_LAYER_TYPES.get(layer_type, layer_type) for layer_type in layer_types]
         num_heads = config.setdefault("num_attention_heads", cls.num_attention_heads)
+        config["head_dim"] = config.get("head_dim") or config.get("hidden_size", cls.hidden_size) // num_heads
         if config.get("position_embedding_type") == "rope":
-            head_dim = config.get("hidden_size", cls.hidden_size) // num_heads
-            config["rope_frequencies"] = rope_frequencies(config, head_dim)
+            config["rope_frequencies"] = rope_frequencies(config, config["head_dim"])
         if not config.get("num_key_value_heads"):
             config["num_key_value_heads"] = num_heads
         return config
@@ -72,7 +73,6 @@ class GraniteMoeHybridConfig(ModelConfig):
     def unsupported(self) -> dict[str, bool]:
         return {
             "layer_types": self.layers_unlike("linear_attention", "full_attention"),
-            "num_attention_heads": bool(self.hidden_size % self.num_attention_heads),
             "num_key_value_heads": bool(self.num_attention_heads % self.num_key_value_heads),
             "mamba_n_groups": bool(self.mamba_n_heads % self.mamba_n_groups),
             "mamba_d_head": self.mamba_head_dim * self.mamba_n_heads != self.mamba_expand * self.hidden_size,
@@ -153,7 +153,7 @@ class GraniteMoeHybridBlock(Block):
                 config.hidden_size,
                 num_heads=config.num_attention_heads,
                 num_kv_heads=config.num_key_value_heads,
-                head_dim=config.hidden_size // config.num_attention_heads,
+                head_dim=config.head_dim,
                 scale=config.attention_multiplier,
                 rope_frequencies=config.rope_frequencies,
                 bias=config.attention_bias,

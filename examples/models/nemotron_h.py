@@ -68,8 +68,10 @@ class NemotronHConfig(ModelConfig):
         layer_types = [_OLD_LAYER_TYPES.get(layer_type, layer_type) for layer_type in layer_types]
         old_names = {"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_dt_min": "time_step_min"}
         old_names |= {"mamba_conv_bias": "use_conv_bias", "mamba_chunk_size": "chunk_size"}
+        old_names |= {"num_local_experts": "n_routed_experts"}
         renamed = {new: config[old] for old, new in old_names.items() if old in config}
-        return config | renamed | {"layer_types": layer_types, "num_hidden_layers": len(layer_types)}
+        ignored = {"tie_word_embeddings": False}  # these models have a head of their own, whatever the option says
+        return config | renamed | ignored | {"layer_types": layer_types, "num_hidden_layers": len(layer_types)}
 
     def unsupported(self) -> dict[str, bool]:
         return {

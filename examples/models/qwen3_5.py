@@ -30,7 +30,7 @@ class Qwen3_5Config(QwenConfig):
     def prepare(cls, config: dict[str, Any]) -> dict[str, Any]:
         if "text_config" in config:
             tied = config.get("tie_word_embeddings", False)
-            config = {"tie_word_embeddings": tied} | config["text_config"]
+            config = config["text_config"] | {"tie_word_embeddings": tied}
         return super().prepare(config)
 
 

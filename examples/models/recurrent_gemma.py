@@ -34,6 +34,7 @@ class RecurrentGemmaConfig(ModelConfig):
     tie_word_embeddings: bool = True
     num_attention_heads: int = 10
     num_key_value_heads: int = 0  # 0: as many as of queries
+    head_dim: int = 0  # 0: an equal part of hidden_size
     attention_bias: bool = False
     attention_window_size: int = 2048
     rope_frequencies: tuple[float, ...] = ()
@@ -53,13 +54,14 @@ class RecurrentGemmaConfig(ModelConfig):
         num_heads = config.setdefault("num_attention_heads", cls.num_attention_heads)
         config["num_key_value_heads"] = config.get("num_key_value_heads") or num_heads
         config["lru_width"] = config.get("lru_width") or hidden_size
-        frequencies = rope_frequencies(config, hidden_size // num_heads, default_fraction=0.5)
+        config["head_dim"] = config.get("head_dim") or hidden_size // num_heads
+        config["attention_window_size"] = config.get("sliding_window") or config.get("attention_window_size")
+        frequencies = rope_frequencies(config, config["head_dim"], default_fraction=0.5)
         return config | {"rope_frequencies": frequencies}
 
     def unsupported(self) -> dict[str, bool]:
         return {
             "block_types": self.layers_unlike("recurrent", "attention"),
-            "num_attention_heads": bool(self.hidden_size % self.num_attention_heads),
             "num_key_value_heads": bool(self.num_attention_heads % self.num_key_value_heads),
             "lru_width": bool(self.lru_width % self.num_attention_heads),
             "conv1d_width": self.conv1d_width < 1,
@@ -137,7 +139,7 @@ class RecurrentGemmaBlock(Block):
                 config.hidden_size,
                 num_heads=config.num_attention_heads,
                 num_kv_heads=config.num_key_value_heads,
-                head_dim=config.hidden_size // config.num_attention_heads,
+                head_dim=config.head_dim,
                 rope_frequencies=config.rope_frequencies,
                 bias=config.attention_bias,
                 output_bias=True,
