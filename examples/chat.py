@@ -84,6 +84,7 @@ class Chat:
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         config = loading.read_config(folder)
+        config = config.get("text_config", config)
         model = models.load(folder)
         self.model = decoding.split(model)
         self.tokenizer = load_tokenizer(folder, config["vocab_size"])

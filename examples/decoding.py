@@ -22,6 +22,11 @@ import rcache
 from models import LanguageModel
 
 
+def num_compiled() -> int:
+    """How many programs were compiled so far, of all that this module runs models with."""
+    return sum(function._cache_size() for function in (run, _run_to_last, _generate))
+
+
 class SplitModel(struct.PyTreeNode):
     """A model as an argument of compiled functions: the weights are its leaves, the architecture is static."""
 

@@ -300,6 +300,23 @@ class Verifier:
         rcache.raise_if_error(status)
         return int(np.sum(np.asarray(generated.tokens) != self.greedy[:, prompt_length:]))
 
+    def recompilations(self) -> int:
+        """How often something is compiled for later turns, of other lengths than the first."""
+        sequences = jnp.asarray(self.rows, jnp.int32)
+        num_new = self.greedy.shape[1] - self.prompt_length()  # the shape of the loop, which ends sooner
+        cache, counts = self.empty_cache(), []
+        for turn in range(3):
+            prompts = [self.tokens[row, : 1 + (3 * turn + row) % CHUNK].tolist() for row in self.rows]
+            cache, logits, status = decoding.prefill(self.model, cache, prompts, self.rows.tolist(), buckets=(CHUNK,))
+            rcache.raise_if_error(status)
+            limits = jnp.asarray(1 + (self.rows + turn) % 3, jnp.int32)
+            cache, _, status = decoding.generate(
+                self.model, cache, sequences, logits, max_new_tokens=num_new, limits=limits
+            )
+            rcache.raise_if_error(status)
+            counts.append(decoding.num_compiled())
+        return counts[-1] - counts[0]
+
 
 CHECKS: dict[str, Callable[[Verifier], Outcome | int]] = {
     "whole prefill": Verifier.whole,
@@ -310,6 +327,7 @@ CHECKS: dict[str, Callable[[Verifier], Outcome | int]] = {
     "after a rollback to a requested capture": Verifier.captures,
     "in freed slots": Verifier.freed_slots,
     "greedy tokens that differ": Verifier.greedy_tokens,
+    "recompilations between turns": Verifier.recompilations,
 }
 
 
