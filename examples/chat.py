@@ -25,7 +25,7 @@ import decoding
 import models
 import rcache
 from models import loading
-from text import Template, load_tokenizer
+from text import Template, escaped, language_options, load_tokenizer, start_tokens, stop_tokens
 
 DEFAULT_MODEL = Path(__file__).resolve().parent.parent / "tests" / "data" / "hf" / "lfm2"
 NUM_ROWS = 2  # users that are answered at once
@@ -83,14 +83,12 @@ class Chat:
     """A model, a cache for `MAX_SEQUENCES` sequences, and the tokens that each of them holds."""
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
-        config = loading.read_config(folder)
-        config = config.get("text_config", config)
+        config = language_options(loading.read_config(folder))
         model = models.load(folder)
         self.model = decoding.split(model)
         self.tokenizer = load_tokenizer(folder, config["vocab_size"])
-        self.template = Template(self.tokenizer, config.get("bos_token_id"))
-        stops = config.get("eos_token_id")
-        self.stop_tokens = () if stops is None else tuple(np.atleast_1d(stops).tolist())
+        self.template = Template(self.tokenizer, start_tokens(folder, self.tokenizer, config))
+        self.stop_tokens = stop_tokens(folder, config)
         self.max_new_tokens = options.max_new_tokens
         self.sampling = decoding.Sampling(options.temperature, options.top_k, options.top_p)
         self.seed = options.seed
@@ -289,11 +287,6 @@ class Chat:
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """How many tokens two sequences begin with in common."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def escaped(text: str) -> str:
-    """`text` on one line, whatever a random model put into it."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def scripted(chat: Chat) -> None:

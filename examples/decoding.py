@@ -7,7 +7,7 @@ before somebody looks at the status, no token is put behind one that is missing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -76,6 +76,7 @@ def prefill(
     captures: Sequence[Sequence[int]] | None = None,
     num_captures: int | None = None,
     context: int | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> tuple[rcache.Cache, jax.Array, jax.Array]:
     """Appends `prompts[b]` to `sequences[b]`, in as many passes as the longest needs.
 
@@ -92,6 +93,7 @@ def prefill(
       captures: for each prompt, ascending numbers of its tokens after which to keep a checkpoint.
       num_captures: captures that a pass has room for in each row; default: the most that a prompt asks for.
       context: as in `rcache.start_forward`.
+      progress: called after each pass with the tokens of all prompts that are through; passes are waited for then.
 
     Returns:
       The cache, logits f32[num_rows, V] after the last token of each prompt, and a status i32[]. If it is not OK,
@@ -122,6 +124,9 @@ def prefill(
         cache, new, status = _run_to_last(model, cache, jnp.asarray(tokens), batch, context=context)
         logits = new if logits is None else jnp.where(jnp.asarray(lengths > 0)[:, None], new, logits)
         start += num_tokens
+        if progress is not None:
+            jax.block_until_ready(logits)
+            progress(sum(min(len(prompt), start) for prompt in prompts))
     return cache, logits, status
 
 

@@ -1,9 +1,12 @@
-"""Text to tokens and back, and how a conversation is written down for a model."""
+"""Text to tokens and back, where texts begin and end, and how a conversation is written down for a model."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Tokenizer(Protocol):
@@ -39,7 +42,21 @@ class FileTokenizer:
             import tokenizers
         except ImportError as error:
             raise ValueError(f"{path} needs the package `tokenizers`: pip install 'rcache[examples]'") from error
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the package has no narrower one
+            raise ValueError(f"{path} is not a tokenizer: {error}") from error
+        self._tokenizer.no_truncation()  # both are stored in the file, for training
+        self._tokenizer.no_padding()
+
+    @property
+    def start(self) -> list[int]:
+        """The special tokens that it is told to put before a text."""
+        if not self.encode("a"):
+            return []
+        probe = self._tokenizer.encode("a", add_special_tokens=True)
+        pairs = zip(probe.ids, probe.special_tokens_mask, strict=True)
+        return [token for token, _ in takewhile(lambda pair: pair[1], pairs)]
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -56,14 +73,14 @@ class Template:
 
     Args:
       tokenizer: for the words around the messages. One that knows `<|im_start|>` gets ChatML; others plain lines.
-      first_token: the conversation's first token; None: none.
+      start: the conversation's first tokens, as of `start_tokens`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, first_token: int | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, start: Sequence[int]) -> None:
         chat_ml = isinstance(tokenizer, FileTokenizer) and tokenizer.has("<|im_start|>")
         self._encode = tokenizer.encode
         self._begin, self._end = ("<|im_start|>{role}\n", "<|im_end|>\n") if chat_ml else ("{role}: ", "\n")
-        self.start = [] if first_token is None else [first_token]
+        self.start = list(start)
 
     def begin(self, role: str) -> list[int]:
         """What stands before a message of `role`."""
@@ -85,3 +102,52 @@ def load_tokenizer(folder: str | Path, vocab_size: int) -> Tokenizer:
     if vocab_size < 256:
         raise ValueError(f"{folder} has no tokenizer.json, and a vocabulary of {vocab_size} is too small for bytes")
     return ByteTokenizer()
+
+
+def language_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A `config.json` with the options of the language model on top, where it has others beside it."""
+    inner = config.get("text_config") or {}
+    return {**config, **{name: value for name, value in inner.items() if value is not None}}
+
+
+def start_tokens(folder: str | Path, tokenizer: Tokenizer, options: Mapping[str, Any]) -> list[int]:
+    """What stands before every text: the BOS token, or nothing. Bytes have none.
+
+    A `bos_token_id` in the config does not mean that texts begin with it (Qwen's do not), so the tokenizer's files are
+    asked first: what `tokenizer.json` puts before a text, else `add_bos_token` of `tokenizer_config.json`, which is
+    false if left out. Only where there is no such file does the config decide.
+
+    Args:
+      folder: the model's.
+      tokenizer: as of `load_tokenizer`.
+      options: as of `language_options`.
+    """
+    if not isinstance(tokenizer, FileTokenizer):
+        return []
+    first = options.get("bos_token_id")
+    if tokenizer.start or first is None:
+        return tokenizer.start
+    path = Path(folder) / "tokenizer_config.json"
+    return [first] if not path.is_file() or _read_json(path).get("add_bos_token") else []
+
+
+def stop_tokens(folder: str | Path, options: Mapping[str, Any]) -> tuple[int, ...]:
+    """The tokens that end a text: the EOS tokens of the config (`language_options`) and `generation_config.json`."""
+    path = Path(folder) / "generation_config.json"
+    stops: set[int] = set()
+    for source in (options, _read_json(path) if path.is_file() else {}):
+        given = source.get("eos_token_id")
+        stops.update(given if isinstance(given, list) else [] if given is None else [given])
+    return tuple(sorted(stops))
+
+
+def escaped(text: str, keep: str = "") -> str:
+    """`text` with everything that is not printable as an escape, but for the characters in `keep`."""
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
