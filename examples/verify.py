@@ -180,18 +180,13 @@ class Verifier:
 
     def state_errors(self, outcome: Outcome) -> dict[str, float]:
         """By name: the largest difference of a state from that of a fresh prefill, as a part of the largest value."""
-        return {
-            name: float(
-                np.max(
-                    [
-                        np.max(np.abs(state - fresh)) / np.max(np.abs(fresh))
-                        for first in outcome.firsts
-                        for state, fresh in zip(self.states(outcome.cache, first)[name], group, strict=True)
-                    ]
-                )
-            )
-            for name, group in self.fresh_states.items()
-        }
+        errors = dict.fromkeys(self.fresh_states, 0.0)
+        for first in outcome.firsts:
+            for name, states in self.states(outcome.cache, first).items():
+                for state, fresh in zip(states, self.fresh_states[name], strict=True):
+                    error = np.max(np.abs(state - fresh)) / np.max(np.abs(fresh))
+                    errors[name] = float(np.maximum(errors[name], error))  # unlike max, NaN where one is
+        return errors
 
     def whole(self) -> Outcome:
         begins, ends = self.each(0), self.each(self.length)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 import numpy as np
@@ -50,6 +50,12 @@ class ModelConfig:
     def layers_unlike(self, *layer_types: str) -> bool:
         """Whether a layer is of none of these types."""
         return bool(set(self.layer_types) - set(layer_types))
+
+
+def current_layer_types(layer_types: Iterable[str]) -> list[str]:
+    """The types of layers as configs name them today."""
+    old_names = {"mamba": "linear_attention", "attention": "full_attention"}
+    return [old_names.get(layer_type, layer_type) for layer_type in layer_types]
 
 
 def _frozen(value: Any) -> Any:

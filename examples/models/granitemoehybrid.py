@@ -14,14 +14,12 @@ from flax import nnx
 
 import rcache
 from models.attention import Attention
-from models.config import ModelConfig, rope_frequencies
+from models.config import ModelConfig, current_layer_types, rope_frequencies
 from models.language_model import Block, LanguageModel
 from models.layers import Linear, RMSNorm, activation, parameter
 from models.mixers import Mamba2
 from models.moe import grouped_linear, mixture, softmax_top_k
 from models.passes import Pass
-
-_OLD_LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +59,7 @@ class GraniteMoeHybridConfig(ModelConfig):
     def prepare(cls, config: dict[str, Any]) -> dict[str, Any]:
         num_layers = config.setdefault("num_hidden_layers", cls.num_hidden_layers)
         layer_types = config.get("layer_types") or config.get("layers_block_type") or ["mamba"] * num_layers
-        config["layer_types"] = [_OLD_LAYER_TYPES.get(layer_type, layer_type) for layer_type in layer_types]
+        config["layer_types"] = current_layer_types(layer_types)
         num_heads = config.setdefault("num_attention_heads", cls.num_attention_heads)
         config["head_dim"] = config.get("head_dim") or config.get("hidden_size", cls.hidden_size) // num_heads
         if config.get("position_embedding_type") == "rope":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -27,6 +27,35 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, rcache.Cache | None]:
         """f32[B, T, D] to the same shape, and the cache."""
         raise NotImplementedError
+
+
+class ResidualBlock(Block):
+    """`x + mixer(norm(x))`, then `x + mlp(norm(x))`.
+
+    Args:
+      mixer_name: what the mixer is called in checkpoints, where it has another name for each kind.
+      mixer: called as a block is.
+      mlp: f32[B, T, D] to the same shape.
+      norm: makes the norms before them.
+    """
+
+    def __init__(self, mixer_name: str, mixer: nnx.Module, mlp: nnx.Module, norm: Callable[[], RMSNorm]) -> None:
+        setattr(self, mixer_name, mixer)
+        self.mixer_name = mixer_name
+        self.mlp = mlp
+        self.mixer_norm = norm()
+        self.mlp_norm = norm()
+
+    @property
+    def mixer(self) -> nnx.Module:
+        return getattr(self, self.mixer_name)
+
+    def __call__(
+        self, x: jax.Array, cache: rcache.Cache | None, forward: Pass, layer: int
+    ) -> tuple[jax.Array, rcache.Cache | None]:
+        mixed, cache = self.mixer(self.mixer_norm(x), cache, forward, layer)
+        x = x + mixed
+        return x + self.mlp(self.mlp_norm(x)), cache
 
 
 class LanguageModel(nnx.Module):

@@ -17,10 +17,9 @@ import jax.numpy as jnp
 import rcache
 from models.attention import Attention
 from models.config import ModelConfig, rope_frequencies
-from models.language_model import Block, LanguageModel
+from models.language_model import LanguageModel, ResidualBlock
 from models.layers import GatedMLP, Linear, RMSNorm
 from models.mixers import CausalConv, RecurrentMixer, States
-from models.passes import Pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,36 +94,21 @@ class ShortConv(RecurrentMixer):
         return self.out_proj(after * x), states
 
 
-class Lfm2Block(Block):
-    """A gated short convolution or attention, then an MLP."""
-
-    def __init__(self, config: Lfm2Config, layer_type: str) -> None:
-        norm = partial(RMSNorm, eps=config.norm_eps)
-        if layer_type == "conv":
-            self.conv = ShortConv(config)
-        else:
-            self.self_attn = Attention(
-                config.hidden_size,
-                num_heads=config.num_attention_heads,
-                num_kv_heads=config.num_key_value_heads,
-                head_dim=config.head_dim,
-                rope_frequencies=config.rope_frequencies,
-                norm=norm,
-            )
-        self.operator_norm = norm(config.hidden_size)
-        self.ffn_norm = norm(config.hidden_size)
-        self.feed_forward = GatedMLP(config.hidden_size, config.mlp_size, act="silu")
-
-    @property
-    def mixer(self) -> ShortConv | Attention:
-        return self.conv if hasattr(self, "conv") else self.self_attn
-
-    def __call__(
-        self, x: jax.Array, cache: rcache.Cache | None, forward: Pass, layer: int
-    ) -> tuple[jax.Array, rcache.Cache | None]:
-        mixed, cache = self.mixer(self.operator_norm(x), cache, forward, layer)
-        x = x + mixed
-        return x + self.feed_forward(self.ffn_norm(x)), cache
+def block_of(config: Lfm2Config, layer_type: str) -> ResidualBlock:
+    """A layer of this type."""
+    norm = partial(RMSNorm, eps=config.norm_eps)
+    mlp = GatedMLP(config.hidden_size, config.mlp_size, act="silu")
+    if layer_type == "conv":
+        return ResidualBlock("conv", ShortConv(config), mlp, partial(norm, config.hidden_size))
+    attention = Attention(
+        config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        rope_frequencies=config.rope_frequencies,
+        norm=norm,
+    )
+    return ResidualBlock("self_attn", attention, mlp, partial(norm, config.hidden_size))
 
 
 class Lfm2(LanguageModel):
@@ -133,6 +117,9 @@ class Lfm2(LanguageModel):
     Config = Lfm2Config
     CHECKPOINT_NAMES = {  # noqa: RUF012 - declared a ClassVar in the base
         "final_norm": "embedding_norm",
+        "mixer_norm": "operator_norm",
+        "mlp_norm": "ffn_norm",
+        "mlp": "feed_forward",
         "o_proj": "out_proj",
         "q_norm": "q_layernorm",
         "k_norm": "k_layernorm",
@@ -142,5 +129,5 @@ class Lfm2(LanguageModel):
     }
 
     def __init__(self, config: Lfm2Config) -> None:
-        blocks = [Lfm2Block(config, layer_type) for layer_type in config.layer_types]
+        blocks = [block_of(config, layer_type) for layer_type in config.layer_types]
         super().__init__(config, blocks, RMSNorm(config.hidden_size, eps=config.norm_eps))

@@ -9,7 +9,7 @@ from flax import nnx
 import rcache
 from models.layers import Activation, Linear, RMSNorm, activation, l2_norm, parameter
 from models.passes import Pass
-from models.recurrence import linear_attention
+from models.recurrence import linear_attention, pick
 
 States = dict[str, jax.Array]
 
@@ -84,7 +84,7 @@ class CausalConv(nnx.Module):
         if width == 1:
             return y, {}
         window = jnp.maximum(offsets, 0)[..., None] + jnp.arange(width - 1, dtype=jnp.int32)  # [B, C, W - 1]
-        return y, {"conv": jax.vmap(lambda row, index: row[index])(history, window)}
+        return y, {"conv": pick(history, window)}
 
 
 class GatedDeltaNet(RecurrentMixer):

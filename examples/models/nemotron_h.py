@@ -16,14 +16,13 @@ from jax import lax
 
 import rcache
 from models.attention import Attention
-from models.config import ModelConfig
+from models.config import ModelConfig, current_layer_types
 from models.language_model import Block, LanguageModel
-from models.layers import MLP, Linear, RMSNorm, parameter
+from models.layers import MLP, Linear, RMSNorm, einsum, parameter
 from models.mixers import Mamba2
 from models.moe import Experts
 from models.passes import Pass
 
-_OLD_LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
 _PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 
 
@@ -65,7 +64,7 @@ class NemotronHConfig(ModelConfig):
         layer_types = config.get("layers_block_type") or config.get("layer_types")
         if layer_types is None:
             layer_types = [_PATTERN.get(letter, letter) for letter in config.get("hybrid_override_pattern", "ME*-")]
-        layer_types = [_OLD_LAYER_TYPES.get(layer_type, layer_type) for layer_type in layer_types]
+        layer_types = current_layer_types(layer_types)
         old_names = {"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_dt_min": "time_step_min"}
         old_names |= {"mamba_conv_bias": "use_conv_bias", "mamba_chunk_size": "chunk_size"}
         old_names |= {"num_local_experts": "n_routed_experts"}
@@ -93,7 +92,7 @@ class Router(nnx.Module):
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """f32[B, T, D] to experts i32[B, T, A] and their weights f32[B, T, A]."""
         config = self.config
-        scores = jax.nn.sigmoid(jnp.einsum("...i,oi->...o", x, self.weight[...], precision=lax.Precision.HIGHEST))
+        scores = jax.nn.sigmoid(einsum("...i,oi->...o", x, self.weight[...]))
         corrected = scores + self.e_score_correction_bias[...]
         groups = corrected.reshape(*x.shape[:2], config.n_group, -1)
         group_scores = jnp.sum(lax.top_k(groups, 2)[0], axis=-1)

@@ -10,10 +10,9 @@ from typing import Any
 
 import jax
 
-from models.language_model import LanguageModel
 from models.layers import GatedMLP, Linear
 from models.mixers import GatedDeltaNet
-from models.qwen3_next import QwenBlock, QwenConfig
+from models.qwen3_next import QwenConfig, QwenModel, block_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +49,12 @@ class SplitGatedDeltaNet(GatedDeltaNet):
         return self.in_proj_qkv(x), gate, self.in_proj_b(x), self.in_proj_a(x)
 
 
-class Qwen3_5(LanguageModel):
+class Qwen3_5(QwenModel):
     """Qwen3.5 with its language modelling head."""
 
     Config = Qwen3_5Config
 
     def __init__(self, config: Qwen3_5Config) -> None:
         mlp = lambda: GatedMLP(config.hidden_size, config.intermediate_size, act=config.hidden_act)  # noqa: E731
-        blocks = [QwenBlock(config, layer_type, SplitGatedDeltaNet, mlp()) for layer_type in config.layer_types]
+        blocks = [block_of(config, layer_type, SplitGatedDeltaNet, mlp()) for layer_type in config.layer_types]
         super().__init__(config, blocks, config.norm(config.hidden_size))

@@ -13,14 +13,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-import rcache
 from models.attention import Attention
 from models.config import ModelConfig, rope_frequencies
-from models.language_model import Block, LanguageModel
+from models.language_model import LanguageModel, ResidualBlock
 from models.layers import GatedMLP, Linear, RMSNorm
 from models.mixers import GatedDeltaNet
 from models.moe import Experts, softmax_top_k
-from models.passes import Pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,41 +136,36 @@ class SparseMLP(nnx.Module):
         return self.experts(x, experts, weights) + shared
 
 
-class QwenBlock(Block):
-    """Gated delta net or gated attention, then `mlp`."""
-
-    def __init__(self, config: QwenConfig, layer_type: str, delta_net: type[GatedDeltaNet], mlp: nnx.Module) -> None:
-        if layer_type == "linear_attention":
-            self.linear_attn = delta_net(config)
-        else:
-            self.self_attn = Attention(
-                config.hidden_size,
-                num_heads=config.num_attention_heads,
-                num_kv_heads=config.num_key_value_heads,
-                head_dim=config.head_dim,
-                rope_frequencies=config.rope_frequencies,
-                norm=config.norm,
-                gated=True,
-                bias=config.attention_bias,
-                output_bias=config.attention_bias,
-            )
-        self.input_layernorm = config.norm(config.hidden_size)
-        self.post_attention_layernorm = config.norm(config.hidden_size)
-        self.mlp = mlp
-
-    @property
-    def mixer(self) -> GatedDeltaNet | Attention:
-        return self.linear_attn if hasattr(self, "linear_attn") else self.self_attn
-
-    def __call__(
-        self, x: jax.Array, cache: rcache.Cache | None, forward: Pass, layer: int
-    ) -> tuple[jax.Array, rcache.Cache | None]:
-        mixed, cache = self.mixer(self.input_layernorm(x), cache, forward, layer)
-        x = x + mixed
-        return x + self.mlp(self.post_attention_layernorm(x)), cache
+def block_of(config: QwenConfig, layer_type: str, delta_net: type[GatedDeltaNet], mlp: nnx.Module) -> ResidualBlock:
+    """A layer of this type: gated delta net or gated attention, then `mlp`."""
+    norm = partial(config.norm, config.hidden_size)
+    if layer_type == "linear_attention":
+        return ResidualBlock("linear_attn", delta_net(config), mlp, norm)
+    attention = Attention(
+        config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        rope_frequencies=config.rope_frequencies,
+        norm=config.norm,
+        gated=True,
+        bias=config.attention_bias,
+        output_bias=config.attention_bias,
+    )
+    return ResidualBlock("self_attn", attention, mlp, norm)
 
 
-class Qwen3Next(LanguageModel):
+class QwenModel(LanguageModel):
+    """What a checkpoint of Qwen3-Next or Qwen3.5 calls its parts."""
+
+    CHECKPOINT_NAMES = {  # noqa: RUF012 - declared a ClassVar in the base
+        "final_norm": "norm",
+        "mixer_norm": "input_layernorm",
+        "mlp_norm": "post_attention_layernorm",
+    }
+
+
+class Qwen3Next(QwenModel):
     """Qwen3-Next with its language modelling head."""
 
     Config = Qwen3NextConfig
@@ -181,7 +174,7 @@ class Qwen3Next(LanguageModel):
         dense = partial(GatedMLP, config.hidden_size, config.intermediate_size, act=config.hidden_act)
         mlps = [SparseMLP(config) if config.has_experts(i) else dense() for i in range(config.num_hidden_layers)]
         blocks = [
-            QwenBlock(config, layer_type, FusedGatedDeltaNet, mlp)
+            block_of(config, layer_type, FusedGatedDeltaNet, mlp)
             for layer_type, mlp in zip(config.layer_types, mlps, strict=True)
         ]
         super().__init__(config, blocks, config.norm(config.hidden_size))

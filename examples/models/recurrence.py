@@ -15,9 +15,9 @@ from jax import lax
 from models.layers import einsum
 
 
-def states_at(history: jax.Array, offsets: jax.Array) -> jax.Array:
-    """`history` [B, 1 + T, ...], states before the pass and after each token, at `offsets` i32[B, C]: [B, C, ...]."""
-    return jax.vmap(lambda row, index: row[index])(history, jnp.maximum(offsets, 0))
+def pick(history: jax.Array, index: jax.Array) -> jax.Array:
+    """Of each row of `history` [B, X, ...] what is at `index` i32[B, ...], at the first where it is negative."""
+    return jax.vmap(lambda row, index: row[index])(history, jnp.maximum(index, 0))
 
 
 def linear_recurrence(
@@ -40,7 +40,7 @@ def linear_recurrence(
 
     decays, sums = lax.associative_scan(combine, (decay, inputs), axis=1)
     outputs = decays * state[:, None] + sums
-    return outputs, states_at(jnp.concatenate([state[:, None], outputs], axis=1), offsets)
+    return outputs, pick(jnp.concatenate([state[:, None], outputs], axis=1), offsets)
 
 
 def linear_attention(

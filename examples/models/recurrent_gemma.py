@@ -17,10 +17,9 @@ from flax import nnx
 import rcache
 from models.attention import Attention
 from models.config import ModelConfig, rope_frequencies
-from models.language_model import Block, LanguageModel
+from models.language_model import LanguageModel, ResidualBlock
 from models.layers import GatedMLP, Linear, RMSNorm, activation, einsum, parameter
 from models.mixers import CausalConv, RecurrentMixer, States
-from models.passes import Pass
 from models.recurrence import linear_recurrence
 
 
@@ -127,49 +126,38 @@ class RecurrentBlock(RecurrentMixer):
         return self.linear_out(x * gate), after
 
 
-class RecurrentGemmaBlock(Block):
-    """A recurrent block or attention to a sliding window, then a gated MLP."""
-
-    def __init__(self, config: RecurrentGemmaConfig, layer_type: str) -> None:
-        self.temporal_pre_norm = config.norm()
-        if layer_type == "recurrent":
-            self.temporal_block = RecurrentBlock(config)
-        else:
-            self.temporal_block = Attention(
-                config.hidden_size,
-                num_heads=config.num_attention_heads,
-                num_kv_heads=config.num_key_value_heads,
-                head_dim=config.head_dim,
-                rope_frequencies=config.rope_frequencies,
-                bias=config.attention_bias,
-                output_bias=True,
-                sliding_window=config.attention_window_size,
-            )
-        self.channel_pre_norm = config.norm()
-        self.mlp_block = GatedMLP(
-            config.hidden_size, config.intermediate_size // 2, act=config.hidden_activation, bias=True
+def block_of(config: RecurrentGemmaConfig, layer_type: str) -> ResidualBlock:
+    """A layer of this type: a recurrent block or attention to a sliding window, then a gated MLP."""
+    size = config.hidden_size
+    if layer_type == "recurrent":
+        mixer = RecurrentBlock(config)
+    else:
+        mixer = Attention(
+            size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            rope_frequencies=config.rope_frequencies,
+            bias=config.attention_bias,
+            output_bias=True,
+            sliding_window=config.attention_window_size,
         )
-
-    @property
-    def mixer(self) -> RecurrentBlock | Attention:
-        return self.temporal_block
-
-    def __call__(
-        self, x: jax.Array, cache: rcache.Cache | None, forward: Pass, layer: int
-    ) -> tuple[jax.Array, rcache.Cache | None]:
-        mixed, cache = self.mixer(self.temporal_pre_norm(x), cache, forward, layer)
-        x = x + mixed
-        return x + self.mlp_block(self.channel_pre_norm(x)), cache
+    mlp = GatedMLP(size, config.intermediate_size // 2, act=config.hidden_activation, bias=True)
+    return ResidualBlock("temporal_block", mixer, mlp, config.norm)
 
 
 class RecurrentGemma(LanguageModel):
     """RecurrentGemma with its language modelling head."""
 
     Config = RecurrentGemmaConfig
-    CHECKPOINT_NAMES = {}  # noqa: RUF012
+    CHECKPOINT_NAMES = {  # noqa: RUF012 - declared a ClassVar in the base
+        "mixer_norm": "temporal_pre_norm",
+        "mlp_norm": "channel_pre_norm",
+        "mlp": "mlp_block",
+    }
 
     def __init__(self, config: RecurrentGemmaConfig) -> None:
-        blocks = [RecurrentGemmaBlock(config, layer_type) for layer_type in config.layer_types]
+        blocks = [block_of(config, layer_type) for layer_type in config.layer_types]
         super().__init__(config, blocks, config.norm())
 
     def embed(self, tokens: jax.Array, token_mask: jax.Array) -> jax.Array:
