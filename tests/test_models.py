@@ -17,9 +17,9 @@ import models
 import rcache
 import verify
 from models import recurrence
-from models.attention import rope
 from models.lfm2 import Lfm2Config
 from models.mixers import CausalConv
+from models.rope import Rope
 from text import ByteTokenizer
 
 HF = Path(__file__).parent / "data" / "hf"
@@ -99,13 +99,14 @@ def test_tensors_that_do_not_fit_are_named_all_at_once(tmp_path):
     assert "mis-shaped: model.layers.0.conv.conv.weight is [64, 1, 4], the config says [64, 1, 3]" in str(error.value)
 
 
-def test_a_tied_head_may_be_stored_if_it_is_the_embedding(tmp_path):
+def test_a_tied_head_may_be_stored_and_one_of_its_own_counts(tmp_path):
     embedding = load_file(LFM2 / "model.safetensors")["model.embed_tokens.weight"]
     folder = folder_with(tmp_path, tensors={"lm_head.weight": embedding})
     jax.tree.map(np.testing.assert_array_equal, weights_of(models.load(folder)), weights_of(models.load(LFM2)))
     shutil.rmtree(folder)
-    with pytest.raises(ValueError, match=r"lm_head\.weight is not model\.embed_tokens\.weight"):
-        models.load(folder_with(tmp_path, tensors={"lm_head.weight": embedding + 1}))
+    own = models.load(folder_with(tmp_path, tensors={"lm_head.weight": embedding + 1}))
+    assert not own.config.tie_word_embeddings
+    np.testing.assert_array_equal(own.lm_head.weight[...], embedding + 1)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,7 @@ def test_a_tied_head_may_be_stored_if_it_is_the_embedding(tmp_path):
         ("num_key_value_heads", 3),
         ("conv_L_cache", 0),
         ("quantization_config", {"bits": 4}),
-        ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e6, "factor": 2.0}),
+        ("rope_parameters", {"rope_type": "dynamic", "rope_theta": 1e6, "factor": 2.0}),
     ],
 )
 def test_unsupported_options_are_named(tmp_path, option, value):
@@ -148,11 +149,48 @@ def test_lfm2_options():
     assert options(layer_types=None, full_attn_idxs=[3]).layer_types == ("conv", "conv", "conv", "full_attention")
     assert options().head_dim == 16 and options(head_dim=32).head_dim == 32
     assert not options(tie_embedding=False).tie_word_embeddings  # the old name
-    assert len(options(rope_parameters={"partial_rotary_factor": 0.5}).rope_frequencies) == 4
-    with_theta = options(rope_parameters=None, rope_theta=100.0).rope_frequencies
+    assert len(options(rope_parameters={"partial_rotary_factor": 0.5}).rope.frequencies) == 4
+    with_theta = options(rope_parameters=None, rope_theta=100.0).rope.frequencies
     np.testing.assert_allclose(with_theta, 100.0 ** (-np.arange(8) / 8), rtol=1e-6)
-    linear = options(rope_parameters={"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0}).rope_frequencies
+    linear = options(rope_parameters={"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0}).rope.frequencies
     np.testing.assert_allclose(linear, np.array(with_theta) / 4, rtol=1e-6)
+
+
+def rope_of(**options):
+    """Of 8 pairs, of which the first turns 9,995 times in 62,800 tokens, and each other 3.16 times less."""
+    parameters = {"rope_theta": 1e4, "original_max_position_embeddings": 62800} | options
+    return Rope.from_hf({"rope_parameters": parameters}, 16)
+
+
+def test_rope_types_slow_down_the_pairs_that_turn_rarely():
+    plain = np.array(rope_of().frequencies)
+    np.testing.assert_allclose(plain, 1e4 ** (-np.arange(8) / 8), rtol=1e-6)
+    llama = rope_of(rope_type="llama3", factor=4.0, low_freq_factor=10.0, high_freq_factor=1000.0)
+    turns = 62800 * plain / (2 * np.pi)
+    kept = np.clip((turns - 10) / 990, 0, 1)
+    np.testing.assert_allclose(np.array(llama.frequencies) / plain, kept + (1 - kept) / 4, rtol=1e-4)
+    assert kept[1] == 1 and 0 < kept[4] < 1 and kept[7] == 0 and llama.scale == 1
+    # 32 turns at pair 4.99, one at pair 8: in whole pairs, from 4 to 8.
+    yarn = rope_of(rope_type="yarn", factor=4.0)
+    slowed = np.array([0, 0, 0, 0, 0, 1, 2, 3]) / 4
+    np.testing.assert_allclose(np.array(yarn.frequencies) / plain, 1 - slowed + slowed / 4, rtol=1e-6)
+    assert yarn.scale == pytest.approx(1 + 0.1 * np.log(4))
+    assert rope_of(rope_type="yarn", factor=4.0, attention_factor=1.5).scale == 1.5
+    both = rope_of(rope_type="yarn", factor=4.0, mscale=2.0, mscale_all_dim=1.0)
+    assert both.scale == pytest.approx((1 + 0.2 * np.log(4)) / (1 + 0.1 * np.log(4)))
+    exact = rope_of(rope_type="yarn", factor=4.0, truncate=False, beta_fast=100.0, beta_slow=10.0)  # pairs 4 to 6
+    slowed = np.array([0, 0, 0, 0, 0, 1, 2, 2]) / 2
+    np.testing.assert_allclose(np.array(exact.frequencies) / plain, 1 - slowed + slowed / 4, rtol=1e-3)
+    with pytest.raises(ValueError, match=r"llama3.*needs other options"):
+        rope_of(rope_type="llama3", factor=4.0)
+
+
+def test_an_odd_number_of_rotated_components_turns_one_more():
+    rope = Rope.from_hf({"rope_parameters": {"partial_rotary_factor": 0.3125}}, 16)  # 5 of 16
+    np.testing.assert_allclose(rope.frequencies, 1e4 ** (-np.array([0, 2, 4]) / 5), rtol=1e-6)
+    for fraction in (0.01, 1.5):
+        with pytest.raises(ValueError, match="partial_rotary_factor"):
+            Rope.from_hf({"rope_parameters": {"partial_rotary_factor": fraction}}, 16)
 
 
 # Layers
@@ -185,7 +223,7 @@ def test_a_convolution_goes_on_from_its_state_wherever_rows_end(width):
 
 def test_rope_turns_pairs_and_leaves_the_rest():
     x = np.random.default_rng(0).normal(size=(1, 3, 2, 6)).astype(np.float32)
-    turned = np.asarray(rope(jnp.asarray(x), jnp.array([[0, 1, 7]], jnp.int32), (1.0, 0.25)))
+    turned = np.asarray(Rope((1.0, 0.25))(jnp.asarray(x), jnp.array([[0, 1, 7]], jnp.int32)))
     angles = np.array([0, 1, 7])[:, None, None] * np.array([1.0, 0.25])
     pairs = (x[..., :2] + 1j * x[..., 2:4]) * np.exp(1j * angles)
     np.testing.assert_allclose(turned, np.concatenate([pairs.real, pairs.imag, x[..., 4:]], -1), rtol=1e-5, atol=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from models import loading
@@ -42,7 +43,11 @@ def load(folder: str | Path, *, progress: loading.Progress | None = None) -> Lan
     options = model_class.Config.from_hf(config)
     weights = loading.language_weights(loading.read_weights(folder, progress=progress))
     if options.tie_word_embeddings:
-        weights = loading.without_tied_head(weights, model_class.checkpoint_name("embed_tokens.weight"))
+        embedding, head = (model_class.checkpoint_name(f"{name}.weight") for name in ("embed_tokens", "lm_head"))
+        if loading.is_tied(weights, embedding, head):
+            weights.pop(head, None)
+        else:
+            options = dataclasses.replace(options, tie_word_embeddings=False)
     return loading.build(lambda: model_class(options), weights, name_of=model_class.checkpoint_name)
 
 

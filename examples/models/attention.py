@@ -11,6 +11,7 @@ from flax import nnx
 import rcache
 from models.layers import Linear, einsum
 from models.passes import Pass
+from models.rope import Rope
 
 
 class Attention(nnx.Module):
@@ -22,7 +23,7 @@ class Attention(nnx.Module):
       num_kv_heads: heads of keys and values.
       head_dim: size of a head.
       scale: of the scores; None: `head_dim ** -0.5`.
-      rope_frequencies: of the pairs that RoPE turns in queries and keys; none: positions are not encoded.
+      rope: turns queries and keys by their positions; None: positions are not encoded.
       norm: makes the norm of each head of queries and of keys, before RoPE; None: they have none.
       gated: the output is multiplied by the sigmoid of a gate, which `q_proj` gives beside each head of queries.
       bias: whether the projections of queries, keys and values have one.
@@ -38,7 +39,7 @@ class Attention(nnx.Module):
         num_kv_heads: int,
         head_dim: int,
         scale: float | None = None,
-        rope_frequencies: tuple[float, ...] = (),
+        rope: Rope | None = None,
         norm: Callable[[int], nnx.Module] | None = None,
         gated: bool = False,
         bias: bool = False,
@@ -55,7 +56,7 @@ class Attention(nnx.Module):
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.scale = head_dim**-0.5 if scale is None else scale
-        self.rope_frequencies = rope_frequencies
+        self.rope = rope
         self.gated = gated
         self.sliding_window = sliding_window
 
@@ -75,8 +76,8 @@ class Attention(nnx.Module):
         queries = queries.reshape(heads)
         if hasattr(self, "q_norm"):
             queries, keys = self.q_norm(queries), self.k_norm(keys)
-        queries = rope(queries, forward.positions, self.rope_frequencies)
-        keys = rope(keys, forward.positions, self.rope_frequencies)
+        if self.rope is not None:
+            queries, keys = self.rope(queries, forward.positions), self.rope(keys, forward.positions)
         if cache is None:
             mask = forward.causal_mask(self.sliding_window)
         else:
@@ -100,17 +101,3 @@ def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Arr
     weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, lowest), axis=-1)
     attended = einsum("bhgtx,bxhd->bthgd", weights, values)
     return attended.reshape(num_rows, num_tokens, num_heads, -1)
-
-
-def rope(x: jax.Array, positions: jax.Array, frequencies: tuple[float, ...]) -> jax.Array:
-    """Rotates the leading components of `x` f32[B, T, H, D] by `positions` i32[B, T] times the `R` frequencies.
-
-    Components `i` and `R + i` are a pair (Su et al., RoFormer, 2021); those from `2 R` on stay as they are.
-    """
-    num_pairs = len(frequencies)
-    if not num_pairs:
-        return x
-    angles = positions.astype(x.dtype)[..., None, None] * jnp.array(frequencies, x.dtype)  # [B, T, 1, R]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    first, second, rest = jnp.split(x, [num_pairs, 2 * num_pairs], axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)

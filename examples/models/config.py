@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
-import numpy as np
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -64,34 +62,3 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, Mapping) and "__float__" in value:  # how infinity is written there
         return float(value["__float__"])
     return value
-
-
-def rope_frequencies(
-    config: Mapping[str, Any], head_dim: int, *, default_theta: float = 1e4, default_fraction: float = 1.0
-) -> tuple[float, ...]:
-    """Radians a token of each pair that RoPE turns in a head, from the options of a config, old and new.
-
-    A fraction of a head is turned (`partial_rotary_factor`): there are `int(fraction * head_dim) / 2` frequencies.
-
-    Raises:
-      ValueError: a `rope_type` other than default and linear.
-    """
-    options = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = options.get("rope_theta") or config.get("rope_theta") or default_theta
-    rope_type = options.get("rope_type") or options.get("type") or "default"
-    if rope_type not in ("default", "linear"):
-        raise ValueError(f"unsupported config option: rope_type = {rope_type!r} (supported: 'default', 'linear')")
-    fraction = options.get("partial_rotary_factor") or config.get("partial_rotary_factor") or default_fraction
-    rotary_dim = int(fraction * head_dim)
-    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-        raise ValueError(
-            f"unsupported config option: partial_rotary_factor = {fraction}, which is {rotary_dim} of {head_dim}: "
-            "must be an even number"
-        )
-    exponents = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)
-    frequencies = np.float32(1) / np.float32(theta) ** exponents
-    if rope_type == "linear":
-        if "factor" not in options:
-            raise ValueError(f"rope_type 'linear' needs a factor, got {options}")
-        frequencies = frequencies / np.float32(options["factor"])
-    return tuple(frequencies.tolist())

@@ -14,12 +14,13 @@ from flax import nnx
 
 import rcache
 from models.attention import Attention
-from models.config import ModelConfig, current_layer_types, rope_frequencies
+from models.config import ModelConfig, current_layer_types
 from models.language_model import Block, LanguageModel
 from models.layers import Linear, RMSNorm, activation, parameter
 from models.mixers import Mamba2
 from models.moe import grouped_linear, mixture, softmax_top_k
 from models.passes import Pass
+from models.rope import Rope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ class GraniteMoeHybridConfig(ModelConfig):
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
-    rope_frequencies: tuple[float, ...] = ()
+    rope: Rope | None = None
     hidden_act: str = "silu"
     rms_norm_eps: float = 1e-6
     intermediate_size: int = 11008  # of an expert
@@ -63,7 +64,7 @@ class GraniteMoeHybridConfig(ModelConfig):
         num_heads = config.setdefault("num_attention_heads", cls.num_attention_heads)
         config["head_dim"] = config.get("head_dim") or config.get("hidden_size", cls.hidden_size) // num_heads
         if config.get("position_embedding_type") == "rope":
-            config["rope_frequencies"] = rope_frequencies(config, config["head_dim"])
+            config["rope"] = Rope.from_hf(config, config["head_dim"])
         if not config.get("num_key_value_heads"):
             config["num_key_value_heads"] = num_heads
         return config
@@ -153,7 +154,7 @@ class GraniteMoeHybridBlock(Block):
                 num_kv_heads=config.num_key_value_heads,
                 head_dim=config.head_dim,
                 scale=config.attention_multiplier,
-                rope_frequencies=config.rope_frequencies,
+                rope=config.rope,
                 bias=config.attention_bias,
                 output_bias=config.attention_bias,
             )

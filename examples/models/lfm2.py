@@ -16,10 +16,11 @@ import jax.numpy as jnp
 
 import rcache
 from models.attention import Attention
-from models.config import ModelConfig, rope_frequencies
+from models.config import ModelConfig
 from models.language_model import LanguageModel, ResidualBlock
 from models.layers import GatedMLP, Linear, RMSNorm
 from models.mixers import CausalConv, RecurrentMixer, States
+from models.rope import Rope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,7 @@ class Lfm2Config(ModelConfig):
     num_attention_heads: int = 32
     num_key_value_heads: int = 8
     head_dim: int = 0  # 0: an equal part of hidden_size
-    rope_frequencies: tuple[float, ...] = ()
+    rope: Rope | None = None
     conv_L_cache: int = 3  # the width of a convolution
     conv_bias: bool = False
     norm_eps: float = 1e-5
@@ -56,7 +57,7 @@ class Lfm2Config(ModelConfig):
         if not config.get("head_dim"):
             heads = config.get("num_attention_heads", cls.num_attention_heads)
             config["head_dim"] = config.get("hidden_size", cls.hidden_size) // heads
-        return config | {"rope_frequencies": rope_frequencies(config, config["head_dim"], default_theta=1e6)}
+        return config | {"rope": Rope.from_hf(config, config["head_dim"], default_theta=1e6)}
 
     def unsupported(self) -> dict[str, bool]:
         return {
@@ -105,7 +106,7 @@ def block_of(config: Lfm2Config, layer_type: str) -> ResidualBlock:
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
-        rope_frequencies=config.rope_frequencies,
+        rope=config.rope,
         norm=norm,
     )
     return ResidualBlock("self_attn", attention, mlp, partial(norm, config.hidden_size))

@@ -79,15 +79,12 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / shard for shard in shards]
 
 
-def without_tied_head(weights: Mapping[str, np.ndarray], embedding: str, head: str = "lm_head.weight") -> dict:
-    """`weights` for a config that ties the embedding and the head, without the head if it is stored as well.
+def is_tied(weights: Mapping[str, np.ndarray], embedding: str, head: str) -> bool:
+    """Whether the head is the embedding, of which the same is stored, or nothing.
 
-    Raises:
-      ValueError: the head is another matrix than the embedding.
+    A head of its own counts, even if the config has `tie_word_embeddings`: the reference keeps it too.
     """
-    if head in weights and embedding in weights and not np.array_equal(weights[head], weights[embedding]):
-        raise ValueError(f"the config has tie_word_embeddings, but {head} is not {embedding}")
-    return {name: array for name, array in weights.items() if name != head}
+    return head not in weights or (embedding in weights and np.array_equal(weights[head], weights[embedding]))
 
 
 def build(

@@ -14,11 +14,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.attention import Attention
-from models.config import ModelConfig, rope_frequencies
+from models.config import ModelConfig
 from models.language_model import LanguageModel, ResidualBlock
 from models.layers import GatedMLP, Linear, RMSNorm
 from models.mixers import GatedDeltaNet
 from models.moe import Experts, softmax_top_k
+from models.rope import Rope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,7 @@ class QwenConfig(ModelConfig):
     num_key_value_heads: int = 2
     head_dim: int = 256
     attention_bias: bool = False
-    rope_frequencies: tuple[float, ...] = ()
+    rope: Rope | None = None
     hidden_act: str = "silu"
     intermediate_size: int = 5632
     rms_norm_eps: float = 1e-6
@@ -48,7 +49,7 @@ class QwenConfig(ModelConfig):
                 "linear_attention" if (index + 1) % interval else "full_attention" for index in range(num_layers)
             ]
         head_dim = config.get("head_dim") or cls.head_dim
-        return config | {"rope_frequencies": rope_frequencies(config, head_dim, default_fraction=0.25)}
+        return config | {"rope": Rope.from_hf(config, head_dim, default_fraction=0.25)}
 
     def unsupported(self) -> dict[str, bool]:
         return {
@@ -146,7 +147,7 @@ def block_of(config: QwenConfig, layer_type: str, delta_net: type[GatedDeltaNet]
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
-        rope_frequencies=config.rope_frequencies,
+        rope=config.rope,
         norm=config.norm,
         gated=True,
         bias=config.attention_bias,

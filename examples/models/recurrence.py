@@ -127,7 +127,7 @@ def _chunks(
         scaled = beta * keys
         system = einsum("nbhik,nbhjk->nbhij", scaled, keys) * between  # below the diagonal, which counts as one
         sides = jnp.concatenate([beta * values, scaled * jnp.exp(total)[..., None]], axis=-1)
-        solved = lax.linalg.triangular_solve(system, sides, left_side=True, lower=True, unit_diagonal=True)
+        solved = einsum("nbhij,nbhjw->nbhiw", _unit_lower_inverse(system), sides)
         values, reads = jnp.split(solved, [values.shape[-1]], axis=-1)
 
     def run_chunk(state: jax.Array, chunk: tuple) -> tuple[jax.Array, tuple]:
@@ -152,6 +152,30 @@ def _chunks(
     is_before = order < num_before[..., None, None]
     decay = jnp.exp(jnp.where(is_before, total_before[..., None] - total, -jnp.inf))  # [B, C, H, X]
     return outputs, _carried(total_before, start) + einsum("bchiv,bchik->bchvk", written, decay[..., None] * keys)
+
+
+def _unit_lower_inverse(matrix: jax.Array) -> jax.Array:
+    """Inverse of triangular matrices [..., X, X]: what is below the diagonal is read, and the diagonal counts as one.
+
+    The inverses of two blocks on the diagonal, and what is between them, give the inverse of both together: log2(X)
+    products of matrices, from single elements to the whole. Unlike the powers of the matrix, whose sum it is as well,
+    no part of it outgrows the result: with keys that repeat, such powers become huge, and cancel.
+
+    (A triangular solve would do. On CPUs it is a library call that waits for threads, and with two of them the
+    backward pass of a few in parallel never ended: jax 0.10.2.)
+    """
+    size = matrix.shape[-1]
+    full_size = 1 << (size - 1).bit_length()
+    matrix = jnp.pad(matrix, [(0, 0)] * (matrix.ndim - 2) + [(0, full_size - size)] * 2)
+    inverses = jnp.ones((*matrix.shape[:-1], 1, 1), matrix.dtype)  # of the blocks on the diagonal
+    while inverses.shape[-3] > 1:
+        num_pairs, block = inverses.shape[-3] // 2, inverses.shape[-1]
+        first, last = inverses[..., 0::2, :, :], inverses[..., 1::2, :, :]
+        blocks = matrix.reshape(*matrix.shape[:-2], num_pairs, 2, block, num_pairs, 2, block)
+        between = jnp.moveaxis(jnp.diagonal(blocks[..., 1, :, :, 0, :], axis1=-4, axis2=-2), -1, -3)
+        corner = -einsum("...ij,...jk->...ik", last, einsum("...ij,...jk->...ik", between, first))
+        inverses = jnp.block([[first, jnp.zeros_like(corner)], [corner, last]])
+    return inverses[..., 0, :size, :size]
 
 
 def _carried(log_decay: jax.Array, state: jax.Array) -> jax.Array:

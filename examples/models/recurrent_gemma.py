@@ -16,11 +16,12 @@ from flax import nnx
 
 import rcache
 from models.attention import Attention
-from models.config import ModelConfig, rope_frequencies
+from models.config import ModelConfig
 from models.language_model import LanguageModel, ResidualBlock
 from models.layers import GatedMLP, Linear, RMSNorm, activation, einsum, parameter
 from models.mixers import CausalConv, RecurrentMixer, States
 from models.recurrence import linear_recurrence
+from models.rope import Rope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,7 @@ class RecurrentGemmaConfig(ModelConfig):
     head_dim: int = 0  # 0: an equal part of hidden_size
     attention_bias: bool = False
     attention_window_size: int = 2048
-    rope_frequencies: tuple[float, ...] = ()
+    rope: Rope | None = None
     intermediate_size: int = 7680  # of both halves of the gated MLP together
     hidden_activation: str = "gelu_pytorch_tanh"
     lru_width: int = 0  # 0: hidden_size
@@ -55,8 +56,7 @@ class RecurrentGemmaConfig(ModelConfig):
         config["lru_width"] = config.get("lru_width") or hidden_size
         config["head_dim"] = config.get("head_dim") or hidden_size // num_heads
         config["attention_window_size"] = config.get("sliding_window") or config.get("attention_window_size")
-        frequencies = rope_frequencies(config, config["head_dim"], default_fraction=0.5)
-        return config | {"rope_frequencies": frequencies}
+        return config | {"rope": Rope.from_hf(config, config["head_dim"], default_fraction=0.5)}
 
     def unsupported(self) -> dict[str, bool]:
         return {
@@ -137,7 +137,7 @@ def block_of(config: RecurrentGemmaConfig, layer_type: str) -> ResidualBlock:
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
-            rope_frequencies=config.rope_frequencies,
+            rope=config.rope,
             bias=config.attention_bias,
             output_bias=True,
             sliding_window=config.attention_window_size,
