@@ -23,7 +23,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError
 
 import decoding
 import models
@@ -324,7 +323,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         request = read_request(options)
         model = load(options.model, progress)
-    except (ValueError, OSError, SafetensorError) as error:
+    except (ValueError, OSError) as error:
         progress.close()
         parser.error(str(error))
     answers, times = complete(model, request, progress)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
+
+from models.loading import read_json
 
 
 class Tokenizer(Protocol):
@@ -128,14 +129,14 @@ def start_tokens(folder: str | Path, tokenizer: Tokenizer, options: Mapping[str,
     if tokenizer.start or first is None:
         return tokenizer.start
     path = Path(folder) / "tokenizer_config.json"
-    return [first] if not path.is_file() or _read_json(path).get("add_bos_token") else []
+    return [first] if not path.is_file() or read_json(path).get("add_bos_token") else []
 
 
 def stop_tokens(folder: str | Path, options: Mapping[str, Any]) -> tuple[int, ...]:
     """The tokens that end a text: the EOS tokens of the config (`language_options`) and `generation_config.json`."""
     path = Path(folder) / "generation_config.json"
     stops: set[int] = set()
-    for source in (options, _read_json(path) if path.is_file() else {}):
+    for source in (options, read_json(path) if path.is_file() else {}):
         given = source.get("eos_token_id")
         stops.update(given if isinstance(given, list) else [] if given is None else [given])
     return tuple(sorted(stops))
@@ -144,10 +145,3 @@ def stop_tokens(folder: str | Path, options: Mapping[str, Any]) -> tuple[int, ..
 def escaped(text: str, keep: str = "") -> str:
     """`text` with everything that is not printable as an escape, but for the characters in `keep`."""
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error

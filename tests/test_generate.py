@@ -301,7 +301,7 @@ def test_prompts_from_files_keep_their_place(run, tmp_path, monkeypatch):
         (["--prompt", "Hi", "--model", "/no/such/folder"], "no such folder: /no/such/folder"),
         (["--prompt", "Hi", "--model", str(ROOT)], "no config.json"),
         (["--prompt", "Hi", "--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
-        (["--prompt", "Hi", "--temperature", "-1"], "temperature must not be negative, got -1.0"),
+        (["--prompt", "Hi", "--temperature", "-1"], "temperature must be a number that is not negative, got -1.0"),
         (["--prompt", "Hi", "--top-k", "0"], "top_k must be at least 1"),
         (["--prompt", "Hi", "--top-p", "2"], "top_p must be in (0, 1], got 2.0"),
         (["--prompt", "Hi", "--seed", "-1"], "--seed must be at least 0 and less than 2**32, got -1"),

@@ -17,6 +17,7 @@ import models
 import rcache
 import verify
 from models import recurrence
+from models.config import ModelConfig
 from models.lfm2 import Lfm2Config
 from models.mixers import CausalConv
 from models.rope import Rope
@@ -133,6 +134,30 @@ def test_files_that_are_not_there_are_named(tmp_path, name):
     (folder / name).unlink()
     with pytest.raises(ValueError, match=name):
         models.load(folder)
+
+
+def test_broken_files_and_missing_options_are_named(tmp_path):
+    folder = folder_with(tmp_path)
+    with pytest.raises(ValueError, match="missing config options: hidden_size, num_hidden_layers"):
+        ModelConfig.from_hf({"vocab_size": 256})
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"config\.json holds no JSON object"):
+        models.load(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json: Expecting"):
+        models.load(folder)
+    shutil.copy(LFM2 / "config.json", folder)
+    contents = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(contents[: len(contents) // 2])
+    with pytest.raises(ValueError, match=r"model\.safetensors: "):
+        models.load(folder)
+
+
+def test_loading_tells_how_far_it_is():
+    told = []
+    models.load(LFM2, progress=lambda *bytes_of: told.append(bytes_of))
+    size = (LFM2 / "model.safetensors").stat().st_size
+    assert told == sorted(told) and told[-1] == (size, size) and len(told) > 10
 
 
 def test_lfm2_options():

@@ -25,7 +25,7 @@ MODELS: dict[str, type[LanguageModel]] = {
 }
 
 
-def load(folder: str | Path, *, progress: loading.Progress | None = None) -> LanguageModel:
+def load(folder: str | Path, *, progress: loading.Progress = loading.NO_PROGRESS) -> LanguageModel:
     """The model in a Hugging Face folder (`config.json`, safetensors), in float32.
 
     Args:

@@ -27,6 +27,9 @@ class ModelConfig:
         config = cls.prepare(dict(config))
         names = {field.name for field in dataclasses.fields(cls)}
         given = {name: value for name, value in config.items() if name in names and value is not None}
+        required = {field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING}
+        if missing := sorted(required - set(given)):
+            raise ValueError(f"missing config options: {', '.join(missing)}")
         options = cls(**{name: _frozen(value) for name, value in given.items()})
         unsupported = {
             "num_hidden_layers": len(options.layer_types) != options.num_hidden_layers,

@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 ModelT = TypeVar("ModelT", bound=nnx.Module)
 
 Progress = Callable[[int, int], None]  # bytes read, of all
+NO_PROGRESS: Progress = lambda num_bytes, all_bytes: None  # noqa: E731
 
 # What stands in checkpoints beside a language model: heads that predict several tokens, and eyes.
 _OTHER_PARTS = ("mtp.", "model.visual.")
@@ -28,21 +29,44 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} has no config.json: not a folder that Hugging Face's save_pretrained wrote")
-    return json.loads(path.read_text(encoding="utf-8"))
+    return read_json(path)
 
 
-def read_weights(folder: str | Path, *, progress: Progress | None = None) -> dict[str, np.ndarray]:
-    """Every tensor of a folder by name, in the type it is stored in (bfloat16 as ml_dtypes' NumPy type)."""
+def read_json(path: Path) -> dict[str, Any]:
+    """An object in a JSON file.
+
+    Raises:
+      ValueError: naming the file, if it holds something else.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return content
+
+
+def read_weights(folder: str | Path, *, progress: Progress = NO_PROGRESS) -> dict[str, np.ndarray]:
+    """Every tensor of a folder by name, in the type it is stored in (bfloat16 as ml_dtypes' NumPy type).
+
+    Raises:
+      ValueError: files that are not there, or are no safetensors.
+    """
     weights: dict[str, np.ndarray] = {}
     paths = _weight_files(Path(folder))
-    num_bytes, all_bytes = 0, sum(path.stat().st_size for path in paths)
-    for path in paths:
-        with safe_open(path, framework="numpy") as tensors:
-            for name in tensors.keys():
-                weights[name] = tensors.get_tensor(name)
-                num_bytes += weights[name].nbytes
-                if progress is not None:
-                    progress(num_bytes, all_bytes)
+    ends = np.cumsum([path.stat().st_size for path in paths]).tolist()
+    for path, begin, end in zip(paths, [0, *ends], ends, strict=False):
+        num_bytes = begin
+        try:
+            with safe_open(path, framework="numpy") as tensors:
+                for name in tensors.keys():
+                    weights[name] = tensors.get_tensor(name)
+                    num_bytes += weights[name].nbytes
+                    progress(num_bytes, ends[-1])
+        except SafetensorError as error:
+            raise ValueError(f"{path}: {error}") from error
+        progress(end, ends[-1])  # with the file's header
     return weights
 
 
@@ -73,7 +97,7 @@ def _weight_files(folder: Path) -> list[Path]:
         return [single]
     if not index.is_file():
         raise ValueError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
-    shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    shards = sorted(set(read_json(index)["weight_map"].values()))
     if missing := [shard for shard in shards if not (folder / shard).is_file()]:
         raise ValueError(f"{index} names files that are not there: {', '.join(missing)}")
     return [folder / shard for shard in shards]
