@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import chat
@@ -174,7 +175,7 @@ def test_lfm2_options():
     assert options(layer_types=None, full_attn_idxs=[3]).layer_types == ("conv", "conv", "conv", "full_attention")
     assert options().head_dim == 16 and options(head_dim=32).head_dim == 32
     assert not options(tie_embedding=False).tie_word_embeddings  # the old name
-    assert len(options(rope_parameters={"partial_rotary_factor": 0.5}).rope.frequencies) == 4
+    assert len(options(rope_parameters={"partial_rotary_factor": 0.5}).rope.frequencies) == 8  # as transformers has it
     with_theta = options(rope_parameters=None, rope_theta=100.0).rope.frequencies
     np.testing.assert_allclose(with_theta, 100.0 ** (-np.arange(8) / 8), rtol=1e-6)
     linear = options(rope_parameters={"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0}).rope.frequencies
@@ -211,11 +212,35 @@ def test_rope_types_slow_down_the_pairs_that_turn_rarely():
 
 
 def test_an_odd_number_of_rotated_components_turns_one_more():
-    rope = Rope.from_hf({"rope_parameters": {"partial_rotary_factor": 0.3125}}, 16)  # 5 of 16
+    rope = Rope.from_hf({"rope_parameters": {"partial_rotary_factor": 0.3125}}, 16, default_fraction=1.0)  # 5 of 16
     np.testing.assert_allclose(rope.frequencies, 1e4 ** (-np.array([0, 2, 4]) / 5), rtol=1e-6)
     for fraction in (0.01, 1.5):
         with pytest.raises(ValueError, match="partial_rotary_factor"):
-            Rope.from_hf({"rope_parameters": {"partial_rotary_factor": fraction}}, 16)
+            Rope.from_hf({"rope_parameters": {"partial_rotary_factor": fraction}}, 16, default_fraction=1.0)
+
+
+@pytest.mark.parametrize(
+    ("family", "nonsense"),
+    [
+        ("lfm2", {"layer_types": ["conv"] * 4, "num_attention_heads": 32, "rope_parameters": {"rope_type": "other"}}),
+        (
+            "granitemoehybrid",
+            {"layer_types": ["mamba"] * 4, "num_key_value_heads": 3, "position_embedding_type": "rope", "head_dim": 9},
+        ),
+        ("granitemoehybrid", {"layer_types": ["attention"] * 4, "mamba_n_groups": 5, "mamba_d_head": 7}),
+        ("nemotron_h", {"layers_block_type": ["mamba"] * 4, "num_key_value_heads": 3}),
+        ("nemotron_h", {"layers_block_type": ["attention"] * 4, "n_groups": 5}),
+        ("qwen3_next", {"layer_types": ["linear_attention"] * 4, "num_key_value_heads": 3}),
+        ("qwen3_5", {"layer_types": ["full_attention"] * 4, "linear_num_key_heads": 3}),
+        ("recurrent_gemma", {"block_types": ["recurrent"], "num_key_value_heads": 3}),
+        ("recurrent_gemma", {"block_types": ["attention"], "lru_width": 50}),
+    ],
+)
+def test_options_of_layers_that_are_not_there_do_not_matter(family, nonsense):
+    config = json.loads((HF / family / "config.json").read_text()) | {"num_hidden_layers": 4} | nonsense
+    model_class = models.MODELS[config["model_type"]]
+    options = model_class.Config.from_hf(config)
+    nnx.eval_shape(lambda: model_class(options))
 
 
 # Layers

@@ -48,6 +48,10 @@ class ModelConfig:
         """By name, whether an option has a value that is not implemented here or makes no sense."""
         return {}
 
+    def has(self, layer_type: str) -> bool:
+        """Whether a layer is of this type. The options of others do not matter, and may be nonsense."""
+        return layer_type in self.layer_types
+
     def layers_unlike(self, *layer_types: str) -> bool:
         """Whether a layer is of none of these types."""
         return bool(set(self.layer_types) - set(layer_types))

@@ -63,7 +63,7 @@ class GraniteMoeHybridConfig(ModelConfig):
         config["layer_types"] = current_layer_types(layer_types)
         num_heads = config.setdefault("num_attention_heads", cls.num_attention_heads)
         config["head_dim"] = config.get("head_dim") or config.get("hidden_size", cls.hidden_size) // num_heads
-        if config.get("position_embedding_type") == "rope":
+        if config.get("position_embedding_type") == "rope" and "full_attention" in config["layer_types"]:
             config["rope"] = Rope.from_hf(config, config["head_dim"])
         if not config.get("num_key_value_heads"):
             config["num_key_value_heads"] = num_heads
@@ -72,9 +72,11 @@ class GraniteMoeHybridConfig(ModelConfig):
     def unsupported(self) -> dict[str, bool]:
         return {
             "layer_types": self.layers_unlike("linear_attention", "full_attention"),
-            "num_key_value_heads": bool(self.num_attention_heads % self.num_key_value_heads),
-            "mamba_n_groups": bool(self.mamba_n_heads % self.mamba_n_groups),
-            "mamba_d_head": self.mamba_head_dim * self.mamba_n_heads != self.mamba_expand * self.hidden_size,
+            "num_key_value_heads": self.has("full_attention")
+            and bool(self.num_attention_heads % self.num_key_value_heads),
+            "mamba_n_groups": self.has("linear_attention") and bool(self.mamba_n_heads % self.mamba_n_groups),
+            "mamba_d_head": self.has("linear_attention")
+            and self.mamba_head_dim * self.mamba_n_heads != self.mamba_expand * self.hidden_size,
             "mamba_d_conv": self.mamba_d_conv < 1,
         }
 

@@ -57,12 +57,15 @@ class Lfm2Config(ModelConfig):
         if not config.get("head_dim"):
             heads = config.get("num_attention_heads", cls.num_attention_heads)
             config["head_dim"] = config.get("hidden_size", cls.hidden_size) // heads
-        return config | {"rope": Rope.from_hf(config, config["head_dim"], default_theta=1e6)}
+        if "full_attention" in config["layer_types"]:
+            config["rope"] = Rope.from_hf(config, config["head_dim"], default_theta=1e6)
+        return config
 
     def unsupported(self) -> dict[str, bool]:
         return {
             "layer_types": self.layers_unlike("conv", "full_attention"),
-            "num_key_value_heads": bool(self.num_attention_heads % self.num_key_value_heads),
+            "num_key_value_heads": self.has("full_attention")
+            and bool(self.num_attention_heads % self.num_key_value_heads),
             "conv_L_cache": self.conv_L_cache < 1,
         }
 

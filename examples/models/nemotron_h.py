@@ -75,8 +75,9 @@ class NemotronHConfig(ModelConfig):
     def unsupported(self) -> dict[str, bool]:
         return {
             "layers_block_type": self.layers_unlike(*_PATTERN.values()),
-            "num_key_value_heads": bool(self.num_attention_heads % self.num_key_value_heads),
-            "n_groups": bool(self.mamba_num_heads % self.n_groups),
+            "num_key_value_heads": self.has("full_attention")
+            and bool(self.num_attention_heads % self.num_key_value_heads),
+            "n_groups": self.has("linear_attention") and bool(self.mamba_num_heads % self.n_groups),
             "conv_kernel": self.conv_kernel < 1,
         }
 

@@ -48,14 +48,17 @@ class QwenConfig(ModelConfig):
             config["layer_types"] = [
                 "linear_attention" if (index + 1) % interval else "full_attention" for index in range(num_layers)
             ]
-        head_dim = config.get("head_dim") or cls.head_dim
-        return config | {"rope": Rope.from_hf(config, head_dim, default_fraction=0.25)}
+        if "full_attention" in config["layer_types"]:
+            config["rope"] = Rope.from_hf(config, config.get("head_dim") or cls.head_dim, default_fraction=0.25)
+        return config
 
     def unsupported(self) -> dict[str, bool]:
         return {
             "layer_types": self.layers_unlike("linear_attention", "full_attention"),
-            "num_key_value_heads": bool(self.num_attention_heads % self.num_key_value_heads),
-            "linear_num_key_heads": bool(self.linear_num_value_heads % self.linear_num_key_heads),
+            "num_key_value_heads": self.has("full_attention")
+            and bool(self.num_attention_heads % self.num_key_value_heads),
+            "linear_num_key_heads": self.has("linear_attention")
+            and bool(self.linear_num_value_heads % self.linear_num_key_heads),
             "linear_conv_kernel_dim": self.linear_conv_kernel_dim < 1,
         }
 

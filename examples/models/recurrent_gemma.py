@@ -56,13 +56,15 @@ class RecurrentGemmaConfig(ModelConfig):
         config["lru_width"] = config.get("lru_width") or hidden_size
         config["head_dim"] = config.get("head_dim") or hidden_size // num_heads
         config["attention_window_size"] = config.get("sliding_window") or config.get("attention_window_size")
-        return config | {"rope": Rope.from_hf(config, config["head_dim"], default_fraction=0.5)}
+        if "attention" in config["layer_types"]:
+            config["rope"] = Rope.from_hf(config, config["head_dim"], default_fraction=0.5)
+        return config
 
     def unsupported(self) -> dict[str, bool]:
         return {
             "block_types": self.layers_unlike("recurrent", "attention"),
-            "num_key_value_heads": bool(self.num_attention_heads % self.num_key_value_heads),
-            "lru_width": bool(self.lru_width % self.num_attention_heads),
+            "num_key_value_heads": self.has("attention") and bool(self.num_attention_heads % self.num_key_value_heads),
+            "lru_width": self.has("recurrent") and bool(self.lru_width % self.num_attention_heads),
             "conv1d_width": self.conv1d_width < 1,
         }
 

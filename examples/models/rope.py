@@ -26,19 +26,30 @@ class Rope:
 
     @classmethod
     def from_hf(
-        cls, config: Mapping[str, Any], head_dim: int, *, default_theta: float = 1e4, default_fraction: float = 1.0
+        cls,
+        config: Mapping[str, Any],
+        head_dim: int,
+        *,
+        default_theta: float = 1e4,
+        default_fraction: float | None = None,
     ) -> Self:
         """From the options of a `config.json`, old and new.
 
-        A fraction of a head is turned (`partial_rotary_factor`): `int(fraction * head_dim)` components, one more if
-        that is odd.
+        Args:
+          config: the options.
+          head_dim: size of a head.
+          default_theta: `rope_theta` where there is none.
+          default_fraction: of a head that is turned, where there is no `partial_rotary_factor`: `int(fraction *
+            head_dim)` components, one more if that is odd. None: the architecture turns all, whatever the option says.
 
         Raises:
           ValueError: a `rope_type` that is not here, one whose options are missing, or a fraction that makes no sense.
         """
         options = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
         theta = options.get("rope_theta") or config.get("rope_theta") or default_theta
-        fraction = options.get("partial_rotary_factor") or config.get("partial_rotary_factor") or default_fraction
+        fraction = 1.0
+        if default_fraction is not None:
+            fraction = options.get("partial_rotary_factor") or config.get("partial_rotary_factor") or default_fraction
         rope_type = options.get("rope_type") or options.get("type") or "default"
         options.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
         rotary_dim = int(fraction * head_dim)
