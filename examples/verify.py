@@ -247,7 +247,7 @@ class Verifier:
     def rollback(self) -> Outcome:
         """The first two thirds are right, then come wrong tokens; twice back to where they were still right."""
         right = self.length * 2 // 3
-        early = max(2, self.length // 4)  # every row has a checkpoint up to there, however long the chunks behind are
+        early = max(3, self.length // 4)  # a checkpoint of every row, however long the chunks behind it are
         cache, _ = self.run_chunks(self.empty_cache(), self.each(0), self.each(early), seed=5)
         cache, _ = self.run_chunks(cache, self.each(early), self.each(right))
         cache, _ = self.run_chunks(cache, self.each(right), self.each(self.length), tokens=self.wrong_tokens, seed=1)
