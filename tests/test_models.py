@@ -286,9 +286,9 @@ def stepwise(queries, keys, values, log_decay, state, beta):
         state = np.exp(log_decay[:, t])[..., None, None] * state
         written = values[:, t]
         if beta is not None:
-            written = beta[:, t, :, None] * (written - np.einsum("bhvk,bhk->bhv", state, keys[:, t]))
-        state = state + written[..., None] * keys[:, t, :, None]
-        outputs.append(np.einsum("bhvk,bhk->bhv", state, queries[:, t]))
+            written = beta[:, t, :, None] * (written - np.einsum("bhkv,bhk->bhv", state, keys[:, t]))
+        state = state + keys[:, t, ..., None] * written[:, :, None]
+        outputs.append(np.einsum("bhkv,bhk->bhv", state, queries[:, t]))
         states.append(state)
     return np.stack(outputs, 1), np.stack(states, 1)
 
@@ -304,7 +304,7 @@ def test_linear_attention_in_chunks_is_the_recurrence(delta, num_tokens, chunk_s
     keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
     values, log_decay = rng.normal(size=(*shape, value_dim)), -rng.uniform(0, 2, shape)
     beta = rng.uniform(0, 1, shape) if delta else None
-    state = rng.normal(size=(rows, heads, value_dim, key_dim))
+    state = rng.normal(size=(rows, heads, key_dim, value_dim))
     offsets = np.stack([[-1, 0, *range(1, num_tokens + 1)], [num_tokens, *range(num_tokens + 1)]]).astype(np.int32)
     expected, states = stepwise(queries, keys, values, log_decay, state, beta)
     single = [None if x is None else jnp.asarray(x, jnp.float32) for x in (queries, keys, values, log_decay, state)]

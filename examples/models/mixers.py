@@ -118,7 +118,7 @@ class GatedDeltaNet(RecurrentMixer):
         self.value_dim = value_dim
 
     def states(self) -> dict[str, rcache.State]:
-        delta = rcache.State((self.num_value_heads, self.value_dim, self.key_dim))
+        delta = rcache.State((self.num_value_heads, self.key_dim, self.value_dim))
         return self.conv1d.states() | {"delta": delta}
 
     def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -191,7 +191,7 @@ class Mamba2(RecurrentMixer):
         self.chunk_size = chunk_size
 
     def states(self) -> dict[str, rcache.State]:
-        return self.conv1d.states() | {"ssm": rcache.State((self.num_heads, self.head_dim, self.state_size))}
+        return self.conv1d.states() | {"ssm": rcache.State((self.num_heads, self.state_size, self.head_dim))}
 
     def mix(self, x: jax.Array, positions: jax.Array, states: States, offsets: jax.Array) -> tuple[jax.Array, States]:
         inner_size, group_size = self.num_heads * self.head_dim, self.num_groups * self.state_size

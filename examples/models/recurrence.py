@@ -56,22 +56,22 @@ def linear_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Attention without softmax, over a state `S` of outer products that decays from token to token.
 
-    `S[t] = a[t] S[t - 1] + u[t] k[t]^T` and `o[t] = S[t] q[t]`, with `a = exp(log_decay)`. Without `beta`, what is
+    `S[t] = a[t] S[t - 1] + k[t] u[t]^T` and `o[t] = S[t]^T q[t]`, with `a = exp(log_decay)`. Without `beta`, what is
     written is the value, `u = v`: the state space dual of Mamba-2 (Dao and Gu, 2024). With it, it is the gated delta
-    rule (Yang et al., 2024): `u[t] = beta[t] (v[t] - a[t] S[t - 1] k[t])` corrects what the state has at that key.
+    rule (Yang et al., 2024): `u[t] = beta[t] (v[t] - a[t] S[t - 1]^T k[t])` corrects what the state has at that key.
 
     Args:
       queries: f32[B, T, H, K].
       keys: f32[B, T, H, K].
       values: f32[B, T, H, V].
       log_decay: f32[B, T, H], not positive.
-      state: f32[B, H, V, K], `S` before the pass.
+      state: f32[B, H, K, V], `S` before the pass.
       offsets: i32[B, C].
       beta: f32[B, T, H].
       chunk_size: tokens that run in parallel. It has a part in the rounding, not in the result.
 
     Returns:
-      Outputs f32[B, T, H, V], and the states at `offsets` f32[B, C, H, V, K].
+      Outputs f32[B, T, H, V], and the states at `offsets` f32[B, C, H, K, V].
     """
     if queries.shape[1] == 1:
         first = [None if x is None else x[:, 0] for x in (queries, keys, values, log_decay, beta)]
@@ -84,12 +84,17 @@ def linear_attention(
 def _step(
     query: jax.Array, key: jax.Array, value: jax.Array, log_decay: jax.Array, beta: jax.Array | None, state: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """One token: products are broadcast and summed over the minor axis, which reads a state as it lies in memory."""
-    state = jnp.exp(log_decay)[..., None, None] * state  # [B, H, V, K]
-    if beta is not None:
-        value = beta[..., None] * (value - jnp.sum(state * key[..., None, :], axis=-1))
-    state = state + value[..., None] * key[..., None, :]
-    return jnp.sum(state * query[..., None, :], axis=-1), state
+    """One token.
+
+    What key and query read is read off the old state, so that it is read twice and written once. Sums are over the axis
+    that is not the minor one, and written out as sums: on CPU these are vectors added, where a sum along the minor axis
+    adds one number after another, and a product of matrices is worse.
+    """
+    decay = jnp.exp(log_decay)[..., None]  # [B, H, 1]
+    read = lambda vector: decay * jnp.sum(state * vector[..., None], axis=-2)  # noqa: E731
+    written = value if beta is None else beta[..., None] * (value - read(key))
+    output = read(query) + jnp.sum(key * query, axis=-1, keepdims=True) * written
+    return output, decay[..., None] * state + key[..., None] * written[..., None, :]
 
 
 def _chunks(
@@ -105,7 +110,7 @@ def _chunks(
     """Chunks of `X` tokens: what their tokens do to each other in parallel, then the states from chunk to chunk.
 
     Inside a chunk that began with state `S`, and with `G[t]` the sum of its log decays up to `t`, what is written is
-    `u[t] = beta[t] (v[t] - exp(G[t]) S k[t] - sum over j < t of exp(G[t] - G[j]) (k[t] . k[j]) u[j])`: a triangular
+    `u[t] = beta[t] (v[t] - exp(G[t]) S^T k[t] - sum over j < t of exp(G[t] - G[j]) (k[t] . k[j]) u[j])`: a triangular
     system, solved for `v` and for what is read from `S` before `S` is known.
     """
     num_tokens = queries.shape[1]
@@ -132,12 +137,12 @@ def _chunks(
 
     def run_chunk(state: jax.Array, chunk: tuple) -> tuple[jax.Array, tuple]:
         values, reads, keys, total = chunk
-        written = values if reads is None else values - einsum("bhik,bhvk->bhiv", reads, state)
+        written = values if reads is None else values - einsum("bhik,bhkv->bhiv", reads, state)
         keys = jnp.exp(total[..., -1:] - total)[..., None] * keys
-        return _carried(total[..., -1], state) + einsum("bhiv,bhik->bhvk", written, keys), (state, written)
+        return _carried(total[..., -1], state) + einsum("bhik,bhiv->bhkv", keys, written), (state, written)
 
     _, (starts, written) = lax.scan(run_chunk, state, (values, reads, keys, total))
-    outputs = jnp.exp(total)[..., None] * einsum("nbhik,nbhvk->nbhiv", queries, starts)
+    outputs = jnp.exp(total)[..., None] * einsum("nbhik,nbhkv->nbhiv", queries, starts)
     outputs += einsum("nbhij,nbhjv->nbhiv", einsum("nbhik,nbhjk->nbhij", queries, keys) * between, written)
     outputs = jnp.moveaxis(outputs, (0, 2), (1, 3))  # [B, N, X, H, V]
     outputs = outputs.reshape(outputs.shape[0], -1, *outputs.shape[3:])[:, :num_tokens]
@@ -151,7 +156,7 @@ def _chunks(
     total_before = jnp.where(num_before[..., None] > 0, jnp.take_along_axis(total, last, axis=-1)[..., 0], 0)
     is_before = order < num_before[..., None, None]
     decay = jnp.exp(jnp.where(is_before, total_before[..., None] - total, -jnp.inf))  # [B, C, H, X]
-    return outputs, _carried(total_before, start) + einsum("bchiv,bchik->bchvk", written, decay[..., None] * keys)
+    return outputs, _carried(total_before, start) + einsum("bchik,bchiv->bchkv", decay[..., None] * keys, written)
 
 
 def _unit_lower_inverse(matrix: jax.Array) -> jax.Array:
