@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,6 +24,9 @@ import numpy as np
 from jax import lax
 
 import rcache
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+from models import recurrence
 
 NUM_LAYERS, NUM_ROWS, NUM_STEPS = 8, 8, 64
 STATE = (8, 64, 64)
@@ -36,33 +43,71 @@ def cheap_update(state: jax.Array, x: jax.Array) -> jax.Array:
     return state * jnp.float32(0.99) + x[:, None, :, None] * x[:, None, None, :]
 
 
-def decode_pooled(cache: rcache.Cache, inputs: jax.Array) -> tuple[rcache.Cache, jax.Array]:
-    """One token a step for `B` sequences of the cache: inputs [steps, B, D]."""
+def delta_update(state: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A token of the gated delta rule: [B, H, D, D] by [B, D], which gives queries, keys, values and gates."""
+    key = jnp.broadcast_to(x[:, None], state.shape[:3]) * jnp.float32(8)
+    gate = jnp.broadcast_to(x[:, :1], state.shape[:2])
+    offsets = jnp.ones((state.shape[0], 1), jnp.int32)
+    one = lambda value: value[:, None]  # noqa: E731
+    outputs, states = recurrence.linear_attention(
+        one(key), one(key), one(key), one(-jnp.abs(gate)), state, offsets, beta=one(jax.nn.sigmoid(gate))
+    )
+    return outputs[:, 0], states[:, 0]
+
+
+def cheap_step(state: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return x, cheap_update(state, x)
+
+
+Step = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]  # state, x to output, new state
+
+
+def decode_by_pass(step: Step, cache: rcache.Cache, inputs: jax.Array) -> tuple[rcache.Cache, jax.Array]:
+    """One token a step for `B` sequences of the cache, each step planned by itself: inputs [steps, B, D]."""
     batch = rcache.make_batch(np.arange(NUM_ROWS), np.ones(NUM_ROWS, np.int32), 1)
 
-    def step(cache: rcache.Cache, x: jax.Array) -> tuple[rcache.Cache, jax.Array]:
-        cache, forward, status = rcache.start_forward(cache, batch)
+    def one(cache: rcache.Cache, x: jax.Array) -> tuple[rcache.Cache, jax.Array]:
+        cache, forward, _ = rcache.start_forward(cache, batch)
+        return _layers(step, cache, forward, x)
 
-        def layer(index: jax.Array, cache: rcache.Cache) -> rcache.Cache:
-            state = rcache.read_state(cache, forward, index)["state"]
-            return rcache.update_state(cache, forward, index, {"state": cheap_update(state, x)})
-
-        return lax.fori_loop(0, NUM_LAYERS, layer, cache), status
-
-    return lax.scan(step, cache, inputs)
+    return lax.scan(one, cache, inputs)
 
 
-def decode_dense(states: jax.Array, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+def decode_by_run(step: Step, cache: rcache.Cache, inputs: jax.Array) -> tuple[rcache.Cache, jax.Array]:
+    """The same, planned at once."""
+    num_steps = inputs.shape[0]
+    batch = rcache.make_batch(np.arange(NUM_ROWS), np.full(NUM_ROWS, num_steps, np.int32), num_steps)
+    run, _ = rcache.start_run(cache, batch)
+
+    def one(run: rcache.Run, token: tuple[jax.Array, jax.Array]) -> tuple[rcache.Run, jax.Array]:
+        index, x = token
+        return _layers(step, run, rcache.run_token(run, index), x)
+
+    run, outputs = lax.scan(one, run, (jnp.arange(num_steps, dtype=jnp.int32), inputs))
+    return rcache.finish_run(run), outputs
+
+
+def _layers(step: Step, cache: Any, forward: rcache.Forward, x: jax.Array) -> tuple[Any, jax.Array]:
+    def layer(index: jax.Array, carry: tuple) -> tuple:
+        cache, total = carry
+        output, state = step(rcache.read_state(cache, forward, index)["state"], x)
+        return rcache.update_state(cache, forward, index, {"state": state}), total + jnp.sum(output)
+
+    return lax.fori_loop(0, NUM_LAYERS, layer, (cache, jnp.float32(0)))
+
+
+def decode_dense(step: Step, states: jax.Array, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The same arithmetic on plain arrays [L, B, *state] without any cache."""
 
-    def step(states: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        def layer(index: jax.Array, states: jax.Array) -> jax.Array:
-            state = lax.dynamic_index_in_dim(states, index, keepdims=False)
-            return lax.dynamic_update_index_in_dim(states, cheap_update(state, x), index, 0)
+    def one(states: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def layer(index: jax.Array, carry: tuple) -> tuple:
+            states, total = carry
+            output, state = step(lax.dynamic_index_in_dim(states, index, keepdims=False), x)
+            return lax.dynamic_update_index_in_dim(states, state, index, 0), total + jnp.sum(output)
 
-        return lax.fori_loop(0, NUM_LAYERS, layer, states), jnp.int32(0)
+        return lax.fori_loop(0, NUM_LAYERS, layer, (states, jnp.float32(0)))
 
-    return lax.scan(step, states, inputs)
+    return lax.scan(one, states, inputs)
 
 
 def seconds(call: Callable[[], Any]) -> float:
@@ -88,10 +133,59 @@ def carried(function: Callable[..., tuple[Any, Any]], carry: Any, inputs: jax.Ar
     return call
 
 
+def _inputs() -> jax.Array:
+    return jnp.full((NUM_STEPS, NUM_ROWS, STATE[-1]), 0.01, jnp.float32)
+
+
+def _active_states() -> jax.Array:
+    return jnp.zeros((NUM_LAYERS, NUM_ROWS, *STATE), jnp.float32)
+
+
+def _pooled(decode: Callable, step: Step) -> Callable[[], Any]:
+    """The call that decodes over a pool; sequences that grow too long begin again."""
+    jitted, held = jax.jit(partial(decode, step), donate_argnums=0), [rcache.init(config_of()), 0]
+
+    def call() -> Any:
+        if held[1] + NUM_STEPS > held[0].config.context_length:
+            held[:] = rcache.reset(held[0]), 0
+        held[0], outputs = jitted(held[0], _inputs())
+        held[1] += NUM_STEPS
+        return held[0], outputs
+
+    return call
+
+
+def _over_dense(decode: Callable, step: Step) -> float:
+    dense = carried(partial(decode_dense, step), _active_states(), _inputs())
+    return paired_ratio(_pooled(decode, step), dense, rounds=25)
+
+
 def decode_trivial() -> float:
-    inputs = jnp.full((NUM_STEPS, NUM_ROWS, STATE[-1]), 0.01, jnp.float32)
-    dense = carried(decode_dense, jnp.zeros((NUM_LAYERS, NUM_ROWS, *STATE), jnp.float32), inputs)
-    return paired_ratio(carried(decode_pooled, rcache.init(config_of()), inputs), dense, rounds=15)
+    return _over_dense(decode_by_run, cheap_step)
+
+
+def decode_trivial_by_pass() -> float:
+    return _over_dense(decode_by_pass, cheap_step)
+
+
+def decode_state() -> float:
+    return _over_dense(decode_by_run, delta_update)
+
+
+def decode_state_by_pass() -> float:
+    return _over_dense(decode_by_pass, delta_update)
+
+
+def decode_floor() -> float:
+    """A step over the copying of the active states, each byte read once and written once."""
+    source = np.zeros((NUM_LAYERS, NUM_ROWS, *STATE), np.float32)
+    target = np.empty_like(source)
+
+    def copies() -> None:
+        for _ in range(NUM_STEPS):
+            np.copyto(target, source)
+
+    return paired_ratio(_pooled(decode_by_run, delta_update), copies, rounds=25)
 
 
 def _by_state_size(operation: Callable[[rcache.Cache], Any]) -> float:
@@ -120,12 +214,12 @@ def remove() -> float:
 
 def _step_memory(num_slots: int) -> rcache.StepMemory:
     inputs = jax.ShapeDtypeStruct((NUM_STEPS, NUM_ROWS, STATE[-1]), jnp.float32)
-    return rcache.reserve(decode_pooled, rcache.abstract(config_of(num_slots)), inputs)[1]
+    return rcache.reserve(partial(decode_by_run, delta_update), rcache.abstract(config_of(num_slots)), inputs)[1]
 
 
 def temporaries() -> float:
-    """Temporaries of the compiled decoding loop over the bytes of the rows of one layer that it works on."""
-    return _step_memory(64).temporaries / (NUM_ROWS * int(np.prod(STATE)) * 4)
+    """Temporaries of the compiled decoding loop over the bytes of the active rows."""
+    return _step_memory(64).temporaries / _active_states().nbytes
 
 
 def not_aliased() -> float:
@@ -139,7 +233,11 @@ def temporaries_growth() -> float:
 
 
 BENCHMARKS: dict[str, tuple[Callable[[], float], float]] = {
+    "decode_state": (decode_state, 1.05),
+    "decode_state_by_pass": (decode_state_by_pass, math.inf),
+    "decode_floor": (decode_floor, 2.0),
     "decode_trivial": (decode_trivial, 1.20),
+    "decode_trivial_by_pass": (decode_trivial_by_pass, math.inf),
     "fork": (fork, 1.1),
     "restore": (restore, 1.1),
     "remove": (remove, 1.1),

@@ -160,6 +160,7 @@ class Sampling:
 
 
 GREEDY = Sampling()
+RUN_TOKENS = 32  # planned at once when decoding
 
 
 def sample(logits: jax.Array, keys: jax.Array, positions: jax.Array, sampling: Sampling) -> jax.Array:
@@ -270,20 +271,45 @@ def _generate(
         return Generated(tokens, lengths), active & ~stopped
 
     def goes_on(carry: tuple) -> jax.Array:
-        _, _, active, status = carry
+        _, _, active, _, status = carry
         return jnp.any(active) & (status == rcache.Status.OK)
 
-    def step(carry: tuple) -> tuple:
-        cache, generated, active, status = carry
-        token = generated.tokens[rows, jnp.maximum(generated.lengths - 1, 0)]
-        batch = rcache.make_batch(jnp.where(active, sequences, -1), active.astype(jnp.int32), 1)
-        cache, forward, status = rcache.start_forward(cache, batch.replace(status=status), context=context)
-        logits, cache = merged(token[:, None], cache, forward)
-        generated, active = choose(generated, active & (status == rcache.Status.OK), logits[:, 0])
-        return cache, generated, active, status
+    def run(carry: tuple) -> tuple:
+        """Up to `num_tokens` i32[] tokens of each row. If there is no room for as many, one token is tried next."""
+        cache, generated, active, num_tokens, _ = carry
+        wanted = jnp.where(active, jnp.minimum(limits - generated.lengths, num_tokens), 0)
+        batch = rcache.make_batch(jnp.where(active, sequences, -1), wanted, run_tokens)
+        run, status = rcache.start_run(cache, batch, context=context)
+        planned = run.plan.lengths
 
+        def token_goes_on(carry: tuple) -> jax.Array:
+            _, _, active, index = carry
+            return jnp.any(active & (index < planned))
+
+        def step(carry: tuple) -> tuple:
+            run, generated, active, index = carry
+            token = generated.tokens[rows, jnp.maximum(generated.lengths - 1, 0)]
+            forward = rcache.run_token(run, index, active)
+            logits, run = merged(token[:, None], run, forward)
+            generated, active = choose(generated, forward.lengths > 0, logits[:, 0])
+            return run, generated, active, index + 1
+
+        before = generated.lengths
+        run, generated, still, _ = lax.while_loop(token_goes_on, step, (run, generated, active, jnp.int32(0)))
+        cache = rcache.finish_run(run, generated.lengths - before)
+        ok = status == rcache.Status.OK
+        is_answer = ok | (num_tokens == 1)
+        return (
+            cache,
+            generated,
+            jnp.where(ok, still, active),
+            jnp.where(ok, num_tokens, 1),
+            jnp.where(is_answer, status, jnp.int32(rcache.Status.OK)),
+        )
+
+    run_tokens = min(RUN_TOKENS, max_new_tokens, cache.config.most_pass_tokens)
     nothing = Generated(jnp.zeros((num_rows, max_new_tokens), jnp.int32), jnp.zeros(num_rows, jnp.int32))
     generated, active = choose(nothing, (sequences >= 0) & (limits > 0), logits)
-    status = jnp.int32(rcache.Status.OK)
-    cache, generated, _, status = lax.while_loop(goes_on, step, (cache, generated, active, status))
+    state = (cache, generated, active, jnp.int32(run_tokens), jnp.int32(rcache.Status.OK))
+    cache, generated, _, _, status = lax.while_loop(goes_on, run, state)
     return cache, generated, status

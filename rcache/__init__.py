@@ -18,6 +18,7 @@ from rcache.config import Attention, CheckpointPolicy, Config, Layer, MemoryRepo
 from rcache.forward import Forward, start_forward
 from rcache.kv import get, put
 from rcache.reserve import StepMemory, reserve
+from rcache.run import Run, finish_run, run_token, start_run
 from rcache.sequences import can_resume, copy_prefix, prepare_restore, remove, remove_exact, reorder, reset
 from rcache.shift import RopeShift, no_shift
 from rcache.states import ensure_writable, read_state, update_state
@@ -38,6 +39,7 @@ __all__ = [
     "Layer",
     "MemoryReport",
     "RopeShift",
+    "Run",
     "State",
     "Status",
     "StepMemory",
@@ -49,6 +51,7 @@ __all__ = [
     "copy_prefix",
     "counters",
     "ensure_writable",
+    "finish_run",
     "flat_batch",
     "free_pages",
     "free_slots",
@@ -66,7 +69,9 @@ __all__ = [
     "reorder",
     "reserve",
     "reset",
+    "run_token",
     "slots",
     "start_forward",
+    "start_run",
     "update_state",
 ]

@@ -42,6 +42,7 @@ class Forward(struct.PyTreeNode):
     bidirectional: jax.Array  # i32[B, T]: tokens of equal id >= 0 see each other
     pages: tuple[PagePlan, ...]  # one for each page group
     config: Config = struct.field(pytree_node=False)
+    in_run: bool = struct.field(pytree_node=False, default=False)  # a token of a run
 
 
 def start_forward(cache: Cache, batch: Batch, *, context: int | None = None) -> tuple[Cache, Forward, jax.Array]:
@@ -62,7 +63,13 @@ def start_forward(cache: Cache, batch: Batch, *, context: int | None = None) -> 
     Raises:
       ValueError: more rows than `max_sequences`, more tokens than `max_pass_tokens`, or `context` out of range.
     """
-    config = cache.config
+    context = check_pass(batch, cache.config, context)
+    table, forward, status = _start_forward(cache.table, batch, cache.config, context)
+    return cache.replace(table=table), forward, status
+
+
+def check_pass(batch: Batch, config: Config, context: int | None) -> int:
+    """Refuses what is wrong with a batch at any values, and gives `context` its default."""
     _check_shapes(batch)
     num_rows, num_tokens = batch.positions.shape
     if num_rows > config.max_sequences:
@@ -74,8 +81,7 @@ def start_forward(cache: Cache, batch: Batch, *, context: int | None = None) -> 
     if context is None:
         context = config.context_length
     check_integer("context", context, 1, config.context_length)
-    table, forward, status = _start_forward(cache.table, batch, config, context)
-    return cache.replace(table=table), forward, status
+    return context
 
 
 def _check_shapes(batch: Batch) -> None:
@@ -100,6 +106,13 @@ def _check_shapes(batch: Batch) -> None:
 
 @partial(jax.jit, static_argnames=("config", "context"))
 def _start_forward(table: Table, batch: Batch, config: Config, context: int) -> tuple[Table, Forward, jax.Array]:
+    table, rows, forward, status = plan_pass(table, batch, config, context)
+    table, capture_slots = grow(table, rows, forward.write_slots, config)
+    return table, forward.replace(capture_slots=capture_slots), status
+
+
+def plan_pass(table: Table, batch: Batch, config: Config, context: int) -> tuple[Table, Rows, Forward, jax.Array]:
+    """Takes slots and pages for a pass, or nothing: the table, the rows, the plan without captures, and a status."""
     status = batch_rows.check(table, batch, config, context)
     rows = batch_rows.resolve(table, batch, status == Status.OK)
     roomy, slots_short, pages_short = room.make_room(table, rows, config)
@@ -112,8 +125,6 @@ def _start_forward(table: Table, batch: Batch, config: Config, context: int) -> 
     rows = batch_rows.resolve(table, batch, ok)
     table, read_slots, write_slots = _take_slots(table, rows, config)
     table, copies = _take_pages(table, rows, config)
-    table, capture_slots = capturing.capture(table, rows, write_slots, config)
-    table = table.replace(lengths=store(table.lengths, rows.index, rows.ends))
 
     offsets = jnp.arange(rows.num_tokens, dtype=jnp.int32)
     positions = jnp.where(rows.token_mask, rows.starts[:, None] + offsets[None, :], 0)
@@ -126,7 +137,7 @@ def _start_forward(table: Table, batch: Batch, config: Config, context: int) -> 
         read_slots=read_slots,
         write_slots=write_slots,
         capture_offsets=rows.captures,
-        capture_slots=capture_slots,
+        capture_slots=jnp.full_like(rows.captures, NONE),
         bidirectional=jnp.where(rows.token_mask, batch.bidirectional, jnp.int32(NONE)),
         pages=tuple(
             paging.plan(t, group, rows, positions, copy, config.page_size, context)
@@ -134,7 +145,13 @@ def _start_forward(table: Table, batch: Batch, config: Config, context: int) -> 
         ),
         config=config,
     )
-    return table, forward, status
+    return table, rows, forward, status
+
+
+def grow(table: Table, rows: Rows, write_slots: jax.Array, config: Config) -> tuple[Table, jax.Array]:
+    """The rows get their tokens and checkpoints. Also where each state asked for goes: i32[B, C]."""
+    table, capture_slots = capturing.capture(table, rows, write_slots, config)
+    return table.replace(lengths=store(table.lengths, rows.index, rows.ends)), capture_slots
 
 
 def _take_slots(table: Table, rows: Rows, config: Config) -> tuple[Table, jax.Array, jax.Array]:

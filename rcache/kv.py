@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -13,19 +15,19 @@ from rcache.cache import Cache
 from rcache.config import KVGroup, PageGroup
 from rcache.forward import Forward
 from rcache.indexing import NONE, look_up
-from rcache.pages import PagePlan
+from rcache.run import CacheT, Run
 from rcache.shift import Shift
 
 
 def put(
-    cache: Cache,
+    cache: CacheT,
     forward: Forward,
     layer: int | jax.Array,
     keys: jax.Array,
     values: jax.Array,
     *,
     like: int | None = None,
-) -> Cache:
+) -> CacheT:
     """Stores the keys and values of this pass. Every attention layer does so once a pass, before `get`.
 
     Args:
@@ -40,23 +42,28 @@ def put(
       ValueError: the layer has no attention, or the plan belongs to a cache of another config.
       AssertionError: a shape or dtype other than the config's.
     """
-    payload.check_same_config(cache, forward)
+    payload.check_plan(cache, forward)
     group, row = _group_of(cache, layer, like)
     attention, plan = group.attention, forward.pages[group.page_group]
     num_rows, num_tokens = forward.token_mask.shape
     heads = (num_rows, num_tokens, attention.num_kv_heads)
-    stored = []
+    stored, in_run = [], isinstance(cache, Run)
     for what, size, new, buffer in (
         ("keys", attention.head_dim, keys, cache.keys[group.key]),
         ("values", attention.value_dim, values, cache.values[group.key]),
     ):
         _check(new, (*heads, size), attention.dtype, what, layer)
-        stored.append(_write_tokens(_copy_pages(buffer, row, plan), row, plan, forward.positions, new))
-    return cache.replace(keys={**cache.keys, group.key: stored[0]}, values={**cache.values, group.key: stored[1]})
+        if in_run:
+            column = forward.starts - plan.context_start
+            stored.append(payload.append_rows(buffer, row, column, forward.lengths > 0, new[:, 0]))
+            continue
+        stored.append(payload.write_pages(payload.copy_pages(buffer, row, plan), row, plan, forward.positions, new))
+    new_keys, new_values = {**cache.keys, group.key: stored[0]}, {**cache.values, group.key: stored[1]}
+    return cast(CacheT, cache.replace(keys=new_keys, values=new_values))
 
 
 def get(
-    cache: Cache, forward: Forward, layer: int | jax.Array, *, like: int | None = None
+    cache: Cache | Run, forward: Forward, layer: int | jax.Array, *, like: int | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What the queries of this pass may see.
 
@@ -74,22 +81,18 @@ def get(
     Raises:
       ValueError: the layer has no attention, or the plan belongs to a cache of another config.
     """
-    payload.check_same_config(cache, forward)
+    payload.check_plan(cache, forward)
     group, row = _group_of(cache, layer, like)
     plan = forward.pages[group.page_group]
-    positions, kept = _context(forward, plan)
-    keys = _read_pages(cache.keys[group.key], row, plan, kept)
-    values = _read_pages(cache.values[group.key], row, plan, kept)
+    positions, kept = payload.context(forward, plan)
+    if isinstance(cache, Run):  # what has not come yet is zero there
+        keys, values = (
+            lax.dynamic_index_in_dim(held[group.key], row, keepdims=False) for held in (cache.keys, cache.values)
+        )
+    else:
+        keys = payload.read_pages(cache.keys[group.key], row, plan, kept)
+        values = payload.read_pages(cache.values[group.key], row, plan, kept)
     return keys, values, _mask(forward, cache.config.page_groups[group.page_group], positions, kept)
-
-
-def _context(forward: Forward, plan: PagePlan) -> tuple[jax.Array, jax.Array]:
-    """Position of each context token i32[B, X], and whether it is kept bool[B, X]."""
-    page_size = forward.config.page_size
-    positions = plan.context_start[:, None] + jnp.arange(plan.context_pages.shape[1] * page_size, dtype=jnp.int32)
-    ends = (forward.starts + forward.lengths)[:, None]
-    there = jnp.repeat(plan.context_pages >= 0, page_size, axis=1)
-    return positions, there & (positions >= plan.first[:, None]) & (positions < ends)
 
 
 def _mask(forward: Forward, group: PageGroup, positions: jax.Array, kept: jax.Array) -> jax.Array:
@@ -110,39 +113,6 @@ def _same_block(forward: Forward, positions: jax.Array) -> jax.Array:
     block = jnp.take_along_axis(forward.bidirectional, jnp.clip(column, 0, num_tokens - 1), axis=1)
     block = jnp.where(in_pass, block, jnp.int32(-1))
     return (forward.bidirectional[:, :, None] == block[:, None, :]) & (forward.bidirectional >= 0)[:, :, None]
-
-
-def _read_pages(buffer: jax.Array, row: jax.Array, plan: PagePlan, kept: jax.Array) -> jax.Array:
-    """The context `[B, X, H, D]` out of `buffer` [H, L, P, page_size, D]; zero where not `kept` bool[B, X]."""
-    num_heads, _, _, page_size, size = buffer.shape
-    num_rows, num_pages = plan.context_pages.shape
-    pages = buffer[:, row, jnp.maximum(plan.context_pages, 0)]  # [H, B, X / page_size, page_size, D]
-    tokens = pages.reshape(num_heads, num_rows, num_pages * page_size, size).transpose(1, 2, 0, 3)
-    return jnp.where(kept[:, :, None, None], tokens, jnp.zeros((), buffer.dtype))
-
-
-def _copy_pages(buffer: jax.Array, row: jax.Array, plan: PagePlan) -> jax.Array:
-    """Copies the partial pages that rows share with others and are about to write to."""
-    num_heads, _, _, page_size, size = buffer.shape
-
-    def copy(b: jax.Array, buffer: jax.Array) -> jax.Array:
-        to = jnp.maximum(plan.copy_to[b], 0)
-        source = jnp.where(plan.copy_to[b] >= 0, plan.copy_from[b], to)
-        zero = jnp.int32(0)
-        page = lax.dynamic_slice(buffer, (zero, row, source, zero, zero), (num_heads, 1, 1, page_size, size))
-        return lax.dynamic_update_slice(buffer, page, (zero, row, to, zero, zero))
-
-    def copy_all(buffer: jax.Array) -> jax.Array:
-        return lax.fori_loop(0, plan.copy_to.shape[0], copy, buffer)
-
-    return lax.cond(jnp.any(plan.copy_to >= 0), copy_all, lambda buffer: buffer, buffer)
-
-
-def _write_tokens(buffer: jax.Array, row: jax.Array, plan: PagePlan, positions: jax.Array, new: jax.Array) -> jax.Array:
-    offsets = positions % buffer.shape[3]
-    return payload.write_tokens(
-        buffer, row, plan.token_pages.reshape(-1), offsets.reshape(-1), new.reshape(-1, *new.shape[2:])
-    )
 
 
 class Move(struct.PyTreeNode):
@@ -192,7 +162,7 @@ def _check(value: jax.Array, shape: tuple, dtype: str, what: str, layer: int | j
         raise AssertionError(f"{message}, got {value.dtype}{list(value.shape)}: cast it to the config's dtype")
 
 
-def _group_of(cache: Cache, layer: int | jax.Array, like: int | None) -> tuple[KVGroup, jax.Array]:
+def _group_of(cache: Cache | Run, layer: int | jax.Array, like: int | None) -> tuple[KVGroup, jax.Array]:
     config = cache.config
     having = [index for index, other in enumerate(config.layers) if other.attention]
     kinds = {config.layers[index].attention for index in having}

@@ -154,6 +154,17 @@ def extend(table: PageTable, rows: Rows, page_size: int) -> tuple[PageTable, jax
     )
 
 
+def give_back(table: PageTable, sequences: jax.Array, begins: jax.Array, ends: jax.Array, page_size: int) -> PageTable:
+    """Releases the pages `sequences` i32[B] took for tokens from `begins` i32[B] to `ends` i32[B]: none is shared."""
+    rows = look_up(table.pages, sequences, NONE)
+    logical = jnp.arange(rows.shape[1], dtype=jnp.int32)
+    behind = (logical >= num_pages(begins, page_size)[:, None]) & (logical < num_pages(ends, page_size)[:, None])
+    return table.replace(
+        pages=store(table.pages, sequences, jnp.where(behind, jnp.int32(NONE), rows)),
+        pool=pools.release(table.pool, jnp.where(behind, rows, jnp.int32(NONE)).reshape(-1), unique=True),
+    )
+
+
 def rewrite(
     table: PageTable, row: jax.Array, begin: jax.Array, length: jax.Array, first: jax.Array, page_size: int
 ) -> tuple[PageTable, jax.Array, jax.Array]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,14 @@ from jax import lax
 from rcache.arguments import as_int32
 from rcache.cache import Cache
 from rcache.forward import Forward
-from rcache.indexing import look_up, store
+from rcache.indexing import NONE, look_up, store
+from rcache.pages import PagePlan
 
 
-def check_same_config(cache: Cache, forward: Forward) -> None:
-    """Refuses a plan made for a cache of another config."""
+def check_plan(cache: Any, forward: Forward) -> None:
+    """Refuses a plan made for a cache of another config, or a run's for a cache and the other way round."""
+    if isinstance(cache, Cache) == forward.in_run:
+        raise ValueError("a run goes with the plans of run_token, a cache with those of start_forward")
     if forward.config != cache.config:
         raise ValueError("this Forward was planned for a cache of another config: call start_forward on this cache")
 
@@ -86,6 +90,27 @@ def write_rows(buffer: jax.Array, row: jax.Array, slots: jax.Array, values: jax.
     return lax.platform_dependent(buffer, row, slots, values, cpu=slices, default=scatter)
 
 
+def replace_rows(rows: jax.Array, row: jax.Array, active: jax.Array, values: jax.Array) -> jax.Array:
+    """`rows` [L, B, ...] with `values` [B, ...] in layer `row`, where `active` bool[B]."""
+    old = lax.dynamic_index_in_dim(rows, row, keepdims=False)
+    new = jnp.where(active.reshape(-1, *(1,) * (values.ndim - 1)), values, old)
+    return lax.dynamic_update_index_in_dim(rows, new, row, 0)
+
+
+def append_rows(rows: jax.Array, row: jax.Array, columns: jax.Array, active: jax.Array, values: jax.Array) -> jax.Array:
+    """`rows` [L, B, X, ...] with `values` [B, ...] at `[row, b, columns[b]]`, where `active` bool[B]."""
+    ids = jnp.where(active, jnp.arange(values.shape[0], dtype=jnp.int32), jnp.int32(NONE))
+    tail = (jnp.int32(0),) * (rows.ndim - 3)
+
+    def scatter(rows: jax.Array, row: jax.Array, ids: jax.Array, columns: jax.Array, values: jax.Array) -> jax.Array:
+        return store(rows, (row, ids, columns), values)
+
+    def slices(rows: jax.Array, row: jax.Array, ids: jax.Array, columns: jax.Array, values: jax.Array) -> jax.Array:
+        return _write_slices(rows, ids, values[:, None, None, None], lambda i: (row, i, columns[i], *tail))
+
+    return lax.platform_dependent(rows, row, ids, columns, values, cpu=slices, default=scatter)
+
+
 def write_tokens(
     buffer: jax.Array, row: jax.Array, pages: jax.Array, offsets: jax.Array, values: jax.Array
 ) -> jax.Array:
@@ -128,3 +153,44 @@ def _num_turns(ids: jax.Array) -> jax.Array:
     Unknown to the compiler on purpose: it would unroll a loop of one turn (see `read_rows`).
     """
     return jnp.max(jnp.where(ids >= 0, jnp.arange(1, ids.shape[0] + 1, dtype=jnp.int32), jnp.int32(0)))
+
+
+def context(forward: Forward, plan: PagePlan) -> tuple[jax.Array, jax.Array]:
+    """Position of each context token i32[B, X], and whether it is kept bool[B, X]."""
+    page_size = forward.config.page_size
+    positions = plan.context_start[:, None] + jnp.arange(plan.context_pages.shape[1] * page_size, dtype=jnp.int32)
+    ends = (forward.starts + forward.lengths)[:, None]
+    there = jnp.repeat(plan.context_pages >= 0, page_size, axis=1)
+    return positions, there & (positions >= plan.first[:, None]) & (positions < ends)
+
+
+def read_pages(buffer: jax.Array, row: jax.Array, plan: PagePlan, kept: jax.Array) -> jax.Array:
+    """The context `[B, X, H, D]` out of `buffer` [H, L, P, page_size, D]; zero where not `kept` bool[B, X]."""
+    num_heads, _, _, page_size, size = buffer.shape
+    num_rows, num_pages = plan.context_pages.shape
+    pages = buffer[:, row, jnp.maximum(plan.context_pages, 0)]  # [H, B, X / page_size, page_size, D]
+    tokens = pages.reshape(num_heads, num_rows, num_pages * page_size, size).transpose(1, 2, 0, 3)
+    return jnp.where(kept[:, :, None, None], tokens, jnp.zeros((), buffer.dtype))
+
+
+def copy_pages(buffer: jax.Array, row: jax.Array, plan: PagePlan) -> jax.Array:
+    """Copies the partial pages that rows share with others and are about to write to."""
+    num_heads, _, _, page_size, size = buffer.shape
+
+    def copy(b: jax.Array, buffer: jax.Array) -> jax.Array:
+        to = jnp.maximum(plan.copy_to[b], 0)
+        source = jnp.where(plan.copy_to[b] >= 0, plan.copy_from[b], to)
+        zero = jnp.int32(0)
+        page = lax.dynamic_slice(buffer, (zero, row, source, zero, zero), (num_heads, 1, 1, page_size, size))
+        return lax.dynamic_update_slice(buffer, page, (zero, row, to, zero, zero))
+
+    def copy_all(buffer: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, plan.copy_to.shape[0], copy, buffer)
+
+    return lax.cond(jnp.any(plan.copy_to >= 0), copy_all, lambda buffer: buffer, buffer)
+
+
+def write_pages(buffer: jax.Array, row: jax.Array, plan: PagePlan, positions: jax.Array, new: jax.Array) -> jax.Array:
+    """`buffer` [H, L, P, page_size, D] with the tokens `new` [B, T, H, D] at `positions` i32[B, T], as planned."""
+    offsets = positions % buffer.shape[3]
+    return write_tokens(buffer, row, plan.token_pages.reshape(-1), offsets.reshape(-1), new.reshape(-1, *new.shape[2:]))

@@ -203,6 +203,28 @@ class ReferenceCache:
         ]  # fmt: skip
         return self._run(rows, model)
 
+    def run(
+        self,
+        sequences: Listing[int],
+        tokens: Listing[Listing[Any]],
+        model: Model,
+        *,
+        planned: Listing[int],
+        num_tokens: int,
+        context: int | None = None,
+    ) -> tuple[Status, list[RowPlan]]:
+        """A run for which `planned[row]` tokens were planned, and `tokens[row]` came."""
+        nothing: list[list[int]] = [[] for _ in sequences]
+        status = self._check_batch(sequences, num_tokens, planned, nothing, nothing, context)
+        if status is not Status.OK:
+            return status, []
+        active = [r for r in range(len(sequences)) if sequences[r] != -1 and planned[r] > 0]
+        rows = [
+            Row(sequences[r], self.sequences[sequences[r]].length, [None] * planned[r], [], [-1] * planned[r])
+            for r in active
+        ]
+        return self._run(rows, model, [list(tokens[r]) for r in active])
+
     def forward_flat(
         self,
         sequences: Listing[int],
@@ -257,7 +279,8 @@ class ReferenceCache:
                 return Status.CAPTURES_INVALID
         return Status.OK
 
-    def _run(self, rows: list[Row], model: Model) -> tuple[Status, list[RowPlan]]:
+    def _run(self, rows: list[Row], model: Model, came: list[list[Any]] | None = None) -> tuple[Status, list[RowPlan]]:
+        """A pass, or a run: then room is made for `rows`, and `came` are their tokens."""
         before = [sequence.copy() for sequence in self.sequences]
         for row in rows:
             self._slide(before[row.sequence])
@@ -269,6 +292,10 @@ class ReferenceCache:
             if not _give_way(before):
                 return status, []
             evictions += 1
+        if came is not None:
+            rows = [dataclasses.replace(row, tokens=tokens) for row, tokens in zip(rows, came, strict=True)]
+            for row in rows:
+                self._shorten(after[row.sequence], row.end)
         taken, skipped = self._capture(after, rows)
         reads = [self._read(row) for row in rows]  # all of them before a slot is written
         self.sequences = after
@@ -317,6 +344,15 @@ class ReferenceCache:
                         pages[i] = Page(dict(pages[i].tokens))
         return grown
 
+    def _shorten(self, sequence: Sequence, length: int) -> None:
+        """Lets go of what a sequence took for tokens that did not come."""
+        sequence.length = length
+        if length == 0:
+            sequence.slot = None
+        for pages in sequence.pages:
+            for i in [i for i in pages if i * self.config.page_size >= length]:
+                del pages[i]
+
     def _capture(self, sequences: list[Sequence], rows: list[Row]) -> tuple[list[tuple[int, int, Slot]], int]:
         """Takes this pass's checkpoints: (sequence, offset, slot) of each, and how many found no slot."""
         taken: list[tuple[int, int, Slot]] = []
@@ -349,7 +385,7 @@ class ReferenceCache:
                 take(row, offset, Slot())
         for row in rows:
             sequence = sequences[row.sequence]
-            if len(row.tokens) in row.captures or self._is_due(sequence):
+            if row.tokens and (len(row.tokens) in row.captures or self._is_due(sequence)):
                 assert sequence.slot is not None
                 take(row, len(row.tokens), sequence.slot)
         return taken, skipped
@@ -400,8 +436,9 @@ class ReferenceCache:
             slots.setdefault(len(row.tokens), []).append(live)
         dtypes = {key: np.dtype(state.dtype) for key, state in _states(self.config).items()}
         states = dict(read)
-        for offset, token in enumerate(row.tokens, 1):
-            states = {(layer, name): model.update(layer, name, x, token) for (layer, name), x in states.items()}
+        for offset, token in enumerate([None, *row.tokens]):
+            if offset > 0:
+                states = {(layer, name): model.update(layer, name, x, token) for (layer, name), x in states.items()}
             for slot in slots.get(offset, []):
                 slot.states = {key: np.array(state, dtypes[key]) for key, state in states.items()}
 

@@ -7,6 +7,7 @@ the state is read from one slot, changed as a whole, and written to another.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import cast
 
 import chex
 import jax
@@ -18,15 +19,16 @@ from rcache.cache import Cache
 from rcache.config import StateGroup
 from rcache.forward import Forward
 from rcache.indexing import NONE
+from rcache.run import CacheT, Run
 
 
 def read_state(
-    cache: Cache, forward: Forward, layer: int | jax.Array, *, like: int | None = None
+    cache: Cache | Run, forward: Forward, layer: int | jax.Array, *, like: int | None = None
 ) -> dict[str, jax.Array]:
     """The states of `layer` before this pass, by name: `[B, *shape]` each, zero for new sequences and padding.
 
     Args:
-      cache: the cache.
+      cache: the cache, or a run.
       forward: the plan of this pass.
       layer: index into `config.layers`; may be traced (a scan over equal layers); then it is not checked.
       like: with a traced `layer`, one index it may take: says which layers it ranges over. Not needed where all layers
@@ -35,22 +37,26 @@ def read_state(
     Raises:
       ValueError: the layer has no states, or the plan belongs to a cache of another config.
     """
-    payload.check_same_config(cache, forward)
+    payload.check_plan(cache, forward)
     states = {}
     for group, row in _groups_of(cache, layer, like):
-        states[group.name] = payload.read_rows(cache.states[group.key], row, forward.read_slots)
+        held = cache.states[group.key]
+        if isinstance(cache, Run):
+            states[group.name] = lax.dynamic_index_in_dim(held, row, keepdims=False)
+        else:
+            states[group.name] = payload.read_rows(held, row, forward.read_slots)
     return states
 
 
 def update_state(
-    cache: Cache,
+    cache: CacheT,
     forward: Forward,
     layer: int | jax.Array,
     states: Mapping[str, jax.Array],
     *,
     captured: Mapping[str, jax.Array] | None = None,
     like: int | None = None,
-) -> Cache:
+) -> CacheT:
     """Writes the states of `layer` after this pass.
 
     A pass must update every state of every layer, or call `ensure_writable` first.
@@ -68,7 +74,7 @@ def update_state(
       ValueError: a name the layer does not have, or captures missing or unasked for.
       AssertionError: a shape or dtype other than the config's.
     """
-    payload.check_same_config(cache, forward)
+    payload.check_plan(cache, forward)
     num_rows, num_captures = forward.capture_slots.shape
     if (captured is not None) != (num_captures > 0):
         raise ValueError(
@@ -81,12 +87,15 @@ def update_state(
             raise ValueError(f"layer {layer} has states {sorted(known)}, not {sorted(unknown)}")
     if captured is not None and set(captured) != set(states):
         raise ValueError(f"captured has {sorted(captured)}, states has {sorted(states)}: they must be the same names")
-    buffers = dict(cache.states)
+    buffers, in_run = dict(cache.states), isinstance(cache, Run)
     for group, row in groups:
         if group.name not in states:
             continue
         new = states[group.name]
         _check(new, (num_rows, *group.state.shape), group, layer)
+        if in_run:
+            buffers[group.key] = payload.replace_rows(buffers[group.key], row, forward.lengths > 0, new)
+            continue
         buffers[group.key] = payload.write_rows(buffers[group.key], row, forward.write_slots, new)
         if captured is not None:
             at_offsets = captured[group.name]
@@ -97,7 +106,7 @@ def update_state(
                 forward.capture_slots.reshape(-1),
                 at_offsets.reshape(-1, *group.state.shape),
             )
-    return cache.replace(states=buffers)
+    return cast(CacheT, cache.replace(states=buffers))
 
 
 def ensure_writable(cache: Cache, forward: Forward) -> tuple[Cache, Forward]:
@@ -109,7 +118,7 @@ def ensure_writable(cache: Cache, forward: Forward) -> tuple[Cache, Forward]:
     Raises:
       ValueError: the plan belongs to a cache of another config.
     """
-    payload.check_same_config(cache, forward)
+    payload.check_plan(cache, forward)
     moves = forward.read_slots != forward.write_slots
     write_slots = jnp.where(moves, forward.write_slots, jnp.int32(NONE))
     buffers = dict(cache.states)
@@ -130,7 +139,7 @@ def _check(value: jax.Array, shape: tuple[int, ...], group: StateGroup, layer: i
         raise AssertionError(f"{what}, got {value.dtype}{list(value.shape)}: cast it to the config's dtype")
 
 
-def _groups_of(cache: Cache, layer: int | jax.Array, like: int | None) -> list[tuple[StateGroup, jax.Array]]:
+def _groups_of(cache: Cache | Run, layer: int | jax.Array, like: int | None) -> list[tuple[StateGroup, jax.Array]]:
     """The groups `layer` has states in, and its row in each."""
     config = cache.config
     having = [index for index, other in enumerate(config.layers) if other.states]

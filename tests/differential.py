@@ -50,6 +50,28 @@ def add_offset(keys: jax.Array, offset: jax.Array, layer: int) -> jax.Array:
 def step(cache: rcache.Cache, tokens: jax.Array, batch: rcache.Batch, context: int | None = None) -> tuple:
     """The stand-in on the JAX side: tokens i32[B, T]. Also what was read and what was visible, by layer."""
     cache, forward, status = rcache.start_forward(cache, batch, context=context)
+    cache, read, visible = layers(cache, forward, tokens)
+    return cache, forward, status, read, visible
+
+
+@functools.partial(jax.jit, static_argnames="context")
+def run_step(
+    cache: rcache.Cache, tokens: jax.Array, batch: rcache.Batch, came: jax.Array, context: int | None = None
+) -> tuple:
+    """As `step`, in a run of which `came` i32[B] tokens come; `read` and `visible` have an axis of tokens in front."""
+    run, status = rcache.start_run(cache, batch, context=context)
+
+    def one(run: rcache.Run, index: jax.Array) -> tuple:
+        token = jax.lax.dynamic_slice_in_dim(tokens, index, 1, axis=1)
+        run, read, visible = layers(run, rcache.run_token(run, index, index < came), token)
+        return run, (read, visible)
+
+    run, (read, visible) = jax.lax.scan(one, run, jnp.arange(tokens.shape[1], dtype=jnp.int32))
+    return rcache.finish_run(run, came), run.plan, status, read, visible
+
+
+def layers(cache: Any, forward: rcache.Forward, tokens: jax.Array) -> tuple[Any, dict, dict]:
+    """The stand-in's layers over a cache or a run; what was read and what was visible, by layer."""
     read, visible = {}, {}
     for index, layer in enumerate(cache.config.layers):
         if layer.states:
@@ -57,6 +79,7 @@ def step(cache: rcache.Cache, tokens: jax.Array, batch: rcache.Batch, context: i
             after, captured = {}, {}
             for name, state in before.items():
                 after[name], captured[name] = _fold(state, tokens, forward, 7 * index + 100 * len(name))
+            captured = captured if forward.capture_slots.shape[1] else None
             cache = rcache.update_state(cache, forward, index, after, captured=captured)
             read[index] = before
         if layer.attention is not None:
@@ -68,7 +91,7 @@ def step(cache: rcache.Cache, tokens: jax.Array, batch: rcache.Batch, context: i
             values = ((5 * t + 11 * index + 3 * e) % 239).astype(a.dtype)
             cache = rcache.put(cache, forward, index, keys, values)
             visible[index] = rcache.get(cache, forward, index)
-    return cache, forward, status, read, visible
+    return cache, read, visible
 
 
 def _fold(state: jax.Array, tokens: jax.Array, forward: rcache.Forward, add: int) -> tuple[jax.Array, jax.Array]:
@@ -150,6 +173,43 @@ class Pair:
                 self._same_pass(row, forward, plan, read, visible)
         self.check()
         return expected
+
+    def run(self, rows: list[tuple[int, list[int]]], planned: list[int], context: int | None = None) -> rcache.Status:
+        """A run of which `planned` tokens of each row were planned, and those given came."""
+        n = self.config.max_sequences
+        sequences = _padded([sequence for sequence, _ in rows], n, -1)
+        given = [row for _, row in rows] + [[]] * (n - len(rows))
+        planned = _padded(planned, n, 0)
+        tokens = jnp.array([_padded(row, NUM_TOKENS, 0) for row in given], jnp.int32)
+        came = jnp.array([len(row) for row in given], jnp.int32)
+        batch = rcache.make_batch(sequences, planned, NUM_TOKENS)
+        before = self.cache
+        self.cache, plan, status, read, visible = run_step(self.cache, tokens, batch, came, context)
+        expected, plans = self.reference.run(
+            sequences, given, self.model, planned=planned, num_tokens=NUM_TOKENS, context=context
+        )
+        same("status of a run", rcache.Status(int(status)), expected)
+        if expected is not rcache.Status.OK:
+            self._unchanged(before)
+        by_sequence = {plan.sequence: plan for plan in plans}
+        for row, sequence in enumerate(np.asarray(plan.sequences)):
+            expected_plan = by_sequence.get(int(sequence))
+            if expected_plan is not None:
+                first = jax.tree.map(lambda states: states[0], read)
+                seen = jax.tree.map(lambda x: np.moveaxis(np.asarray(x), 0, 1), visible)  # [B, T, ...]
+                self._same_pass(row, plan, expected_plan, first, {})
+                self._same_run(row, expected_plan, seen)
+        self.check()
+        return expected
+
+    def _same_run(self, row: int, plan: Any, visible: dict) -> None:
+        for layer, (keys, values, mask) in visible.items():
+            for token, seen in enumerate(plan.visible[layer]):
+                mask_of = mask[row, token, 0]
+                what = f"seen by layer {layer}, token {token} of a run, "
+                same(what + "count", mask_of.sum(), len(seen))
+                same(what + "keys", keys[row, token][mask_of], np.array([key for _, key, _ in seen]))
+                same(what + "values", values[row, token][mask_of], np.array([value for _, _, value in seen]))
 
     def _same_pass(self, row: int, forward: rcache.Forward, plan: Any, read: dict, visible: dict) -> None:
         same("start", forward.starts[row], plan.start)

@@ -93,6 +93,13 @@ class Session(RuleBasedStateMachine):
         for token in tokens:
             self.pair.forward([(sequence, [token])])
 
+    @rule(data=st.data())
+    def run(self, data):
+        rows = data.draw(st.lists(usual, min_size=1, max_size=4, unique=True))
+        tokens = [data.draw(st.lists(st.integers(0, 97), max_size=NUM_TOKENS)) for _ in rows]
+        planned = [len(row) + data.draw(st.integers(0, NUM_TOKENS - len(row))) for row in tokens]
+        self.pair.run(list(zip(rows, tokens, strict=True)), planned, data.draw(st.sampled_from(self.contexts)))
+
     @rule(data=st.data(), tokens=st.lists(st.integers(0, 97), min_size=1, max_size=NUM_TOKENS))
     def wrong_forward(self, data, tokens):
         rows = data.draw(st.lists(sequences, min_size=1, max_size=4))

@@ -1,0 +1,217 @@
+"""A run: several tokens of each row, planned at once, that come one at a time.
+
+Decoding knows how many tokens it wants, but not which. A run plans them as one pass, takes the states, keys and values
+of its rows out of the pools, and lets the layers work on those, token by token; at the end what was run goes back. So
+planning and moving are paid once for all tokens, and a step costs what it costs without a cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from rcache import pages as paging, payload, pool as pools
+from rcache.batch import Batch, Rows
+from rcache.cache import Cache
+from rcache.config import Config
+from rcache.forward import Forward, check_pass, grow, plan_pass
+from rcache.indexing import NONE, store
+from rcache.pages import PagePlan
+from rcache.table import Table
+
+
+class Run(struct.PyTreeNode):
+    """A cache at work on `B` rows of up to `T` tokens. Layers use it as they use a `Cache`, with the plan of a token.
+
+    Immutable, like the cache: to abandon a run, go on from the cache it was started from.
+    """
+
+    cache: Cache  # slots and pages are taken, shared pages copied; lengths and checkpoints are those before the run
+    plan: Forward  # of all its tokens
+    states: dict[str, jax.Array]  # [L, B, *shape] for each state group
+    keys: dict[str, jax.Array]  # [L, B, X, H, D] for each group of attention layers: what its queries may see
+    values: dict[str, jax.Array]  # [L, B, X, H, Dv]
+
+    @property
+    def config(self) -> Config:
+        return self.cache.config
+
+
+CacheT = TypeVar("CacheT", bound="Cache | Run")
+
+
+def start_run(cache: Cache, batch: Batch, *, context: int | None = None) -> tuple[Run, jax.Array]:
+    """Plans the next tokens of the sequences of `batch`, which come one at a time.
+
+    It takes slots and pages for all of them, so that checkpoints may give way for tokens that never come. It holds a
+    copy of the states of its rows and of the keys and values in `context`.
+
+    Args:
+      cache: the cache.
+      batch: which sequences, and at most how many tokens of each. No captures; every token is causal.
+      context: as in `start_forward`.
+
+    Returns:
+      The run, and a status i32[] as of `start_forward`. If it is not OK, no row of the run is active, and
+      `finish_run` returns the cache that was given.
+
+    Raises:
+      ValueError: as `start_forward`, or the batch asks for captures.
+    """
+    if batch.captures.ndim == 2 and batch.captures.shape[1]:
+        raise ValueError("a run takes no captures inside it: finish it there, or use start_forward")
+    config = cache.config
+    context = check_pass(batch, config, context)
+    table, plan, status = _plan_run(cache.table, batch, config, context)
+    states: dict[str, jax.Array] = {}
+    for group in config.state_groups:
+        read = partial(payload.read_rows, cache.states[group.key], slots=plan.read_slots)
+        states[group.key] = _of_layers(len(group.layers), read)
+    keys: dict[str, jax.Array] = {}
+    values: dict[str, jax.Array] = {}
+    pooled_keys, pooled_values = dict(cache.keys), dict(cache.values)
+    before = plan.replace(lengths=jnp.zeros_like(plan.lengths))
+    for kv_group in config.kv_groups:
+        pages = plan.pages[kv_group.page_group]
+        _, kept = payload.context(before, pages)
+        for taken, pool in ((keys, pooled_keys), (values, pooled_values)):
+            pool[kv_group.key] = _into_layers(pool[kv_group.key], partial(_copy_pages, pages=pages), axis=1)
+            read = partial(payload.read_pages, pool[kv_group.key], plan=pages, kept=kept)
+            taken[kv_group.key] = _of_layers(len(kv_group.layers), read)
+    cache = cache.replace(table=table, keys=pooled_keys, values=pooled_values)
+    return Run(cache, plan, states, keys, values), status
+
+
+def run_token(run: Run, index: int | jax.Array, active: jax.Array | None = None) -> Forward:
+    """The plan of one token of a run, for its layers: a pass of `B` rows of one token.
+
+    Args:
+      run: the run.
+      index: i32[] which of its `T` tokens: 0, 1, ... in order.
+      active: bool[B] rows that have this token; None: all that the batch gave as many. A row that leaves a token out
+        has ended: it gets none of the later ones.
+    """
+    plan, index = run.plan, jnp.asarray(index, jnp.int32)
+    has = index < plan.lengths
+    if active is not None:
+        has &= active
+    starts = plan.starts + index
+    nothing = jnp.zeros((has.shape[0], 0), jnp.int32)
+    none = jnp.full(has.shape, NONE, jnp.int32)
+    return Forward(
+        sequences=jnp.where(has, plan.sequences, jnp.int32(NONE)),
+        starts=starts,
+        lengths=has.astype(jnp.int32),
+        positions=jnp.where(has, starts, 0)[:, None],
+        token_mask=has[:, None],
+        read_slots=plan.read_slots,
+        write_slots=plan.write_slots,
+        capture_offsets=nothing,
+        capture_slots=nothing,
+        bidirectional=none[:, None],
+        pages=tuple(
+            pages.replace(
+                token_pages=lax.dynamic_slice_in_dim(pages.token_pages, index, 1, axis=1), copy_from=none, copy_to=none
+            )
+            for pages in plan.pages
+        ),
+        config=plan.config,
+        in_run=True,
+    )
+
+
+def finish_run(run: Run, lengths: jax.Array | None = None) -> Cache:
+    """The cache with the tokens of a run, as if they had come in one pass.
+
+    Checkpoints are captured as at the end of a pass. What was taken for tokens that did not come is given back.
+
+    Args:
+      run: after its last token.
+      lengths: i32[B] tokens that came of each row; None: all that were planned. A row to which none came keeps its
+        value, though perhaps in a slot of its own.
+    """
+    config, plan = run.config, run.plan
+    lengths = plan.lengths if lengths is None else jnp.clip(lengths, 0, plan.lengths)
+    table, write_slots = _finish_run(run.cache.table, plan, lengths, config)
+    states = {
+        key: _into_layers(buffer, partial(_write_states, states=run.states[key], slots=write_slots))
+        for key, buffer in run.cache.states.items()
+    }
+    came = jnp.arange(plan.positions.shape[1], dtype=jnp.int32) < lengths[:, None]
+    keys, values = dict(run.cache.keys), dict(run.cache.values)
+    for group in config.kv_groups:
+        pages = plan.pages[group.page_group]
+        pages = pages.replace(token_pages=jnp.where(came, pages.token_pages, jnp.int32(NONE)))
+        for pool, rows in ((keys, run.keys), (values, run.values)):
+            write = partial(_write_tokens, rows=rows[group.key], pages=pages, positions=plan.positions)
+            pool[group.key] = _into_layers(pool[group.key], write, axis=1)
+    return run.cache.replace(table=table, states=states, keys=keys, values=values)
+
+
+def _write_states(row: jax.Array, buffer: jax.Array, states: jax.Array, slots: jax.Array) -> jax.Array:
+    return payload.write_rows(buffer, row, slots, lax.dynamic_index_in_dim(states, row, keepdims=False))
+
+
+def _write_tokens(
+    row: jax.Array, buffer: jax.Array, rows: jax.Array, pages: PagePlan, positions: jax.Array
+) -> jax.Array:
+    """The tokens at `positions` i32[B, T] out of `rows` [L, B, X, H, D] to their pages."""
+    columns = jnp.maximum(positions - pages.context_start[:, None], 0)
+    held = lax.dynamic_index_in_dim(rows, row, keepdims=False)
+    tokens = jnp.take_along_axis(held, columns[:, :, None, None], axis=1)
+    return payload.write_pages(buffer, row, pages, positions, tokens)
+
+
+def _copy_pages(row: jax.Array, buffer: jax.Array, pages: PagePlan) -> jax.Array:
+    return payload.copy_pages(buffer, row, pages)
+
+
+def _into_layers(buffer: jax.Array, write: Callable[..., jax.Array], axis: int = 0) -> jax.Array:
+    """`write(row, buffer)` for the row of every layer of a group, in place."""
+    return lax.fori_loop(0, buffer.shape[axis], write, buffer)
+
+
+@partial(jax.jit, static_argnames=("config", "context"))
+def _plan_run(table: Table, batch: Batch, config: Config, context: int) -> tuple[Table, Forward, jax.Array]:
+    table, _, plan, status = plan_pass(table, batch, config, context)
+    return table, plan, status
+
+
+@partial(jax.jit, static_argnames="config")
+def _finish_run(table: Table, plan: Forward, lengths: jax.Array, config: Config) -> tuple[Table, jax.Array]:
+    """The table after `lengths` i32[B] tokens of each row, and the slots its states are written to: i32[B]."""
+    ends = plan.starts + lengths
+    page_tables = tuple(
+        paging.give_back(page_table, plan.sequences, ends, plan.starts + plan.lengths, config.page_size)
+        for page_table in table.page_tables
+    )
+    # A new sequence to which no token came is empty, and holds no slot.
+    is_empty = (plan.sequences >= 0) & (ends == 0)
+    write_slots = jnp.where(is_empty, jnp.int32(NONE), plan.write_slots)
+    table = table.replace(
+        page_tables=page_tables,
+        slot_pool=pools.release(table.slot_pool, jnp.where(is_empty, plan.write_slots, jnp.int32(NONE))),
+        slots=store(table.slots, jnp.where(is_empty, plan.sequences, jnp.int32(NONE)), jnp.int32(NONE)),
+    )
+    came = lengths > 0
+    rows = Rows(
+        active=came,
+        index=jnp.where(came, plan.sequences, jnp.int32(NONE)),
+        starts=plan.starts,
+        lengths=lengths,
+        token_mask=jnp.arange(plan.positions.shape[1], dtype=jnp.int32) < lengths[:, None],
+        captures=jnp.zeros((came.shape[0], 0), jnp.int32),
+    )
+    table, _ = grow(table, rows, write_slots, config)
+    return table, write_slots
+
+
+def _of_layers(num_layers: int, read: Callable[..., jax.Array]) -> jax.Array:
+    """`read(row)` of every layer of a group: [L, ...]."""
+    return lax.map(lambda row: read(row=row), jnp.arange(num_layers, dtype=jnp.int32))
