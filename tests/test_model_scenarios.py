@@ -12,6 +12,7 @@ What `verify.py` checks of every family (`test_models.py`) is not repeated here,
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +30,9 @@ from rcache import Status
 from tests.oracle import poisoned, same_caches as same_bits
 
 HF = Path(__file__).parent / "data" / "hf"
-FAMILIES = ("granitemoehybrid", "lfm2", "nemotron_h", "qwen3_5", "qwen3_next", "recurrent_gemma")
+FAMILIES = tuple(
+    os.environ.get("RCACHE_FAMILIES", "granitemoehybrid lfm2 nemotron_h qwen3_5 qwen3_next recurrent_gemma").split()
+)
 
 CONTEXT = 64
 CHUNK = 8
