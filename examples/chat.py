@@ -5,7 +5,8 @@ runs only the tokens that are new since the longest prefix whose state was kept;
 what it was restored from, and what had to run. At the end every answer is checked against a run from an empty cache:
 the same tokens, or exit code 1.
 
-The default model is a small random one: it answers, in bytes, but makes no sense.
+The default model is a small Qwen3.5 over bytes that `train.py` made. It answers in sentences, and knows of nothing but
+Alice's Adventures in Wonderland and As You Like It.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import rcache
 from models import loading
 from text import Template, escaped, language_options, load_tokenizer, start_tokens, stop_tokens
 
-DEFAULT_MODEL = Path(__file__).resolve().parent.parent / "tests" / "data" / "hf" / "lfm2"
+DEFAULT_MODEL = Path(__file__).resolve().parent / "data" / "wonderland"
 NUM_ROWS = 2  # users that are answered at once
 NUM_CAPTURES = 2
 MAX_SEQUENCES = 8
@@ -293,21 +294,21 @@ def scripted(chat: Chat) -> None:
     """Two users, a branch, an edited question, and the same question again."""
     ada, bo = chat.open("Ada"), chat.open("Bo")
     print("Two users begin, in one batch.")
-    chat.ask((ada, "Which layers of a hybrid model forget?"), (bo, "Hello!"))
+    chat.ask((ada, "What sort of people live about here?"), (bo, "How old are you, friend?"))
     print("Each goes on: only what is new runs.")
-    chat.ask((ada, "And what do the others remember?"))
-    chat.ask((ada, "How far back can one go?"), (bo, "What is a convolution's state?"))
+    chat.ask((ada, "And how do you know that you're mad?"))
+    chat.ask((ada, "Do you play croquet with the Queen to-day?"), (bo, "Wast born i' the forest here?"))
     print("Ada branches off after two exchanges, with another question: the third is left out.")
     branch = chat.branch(ada, "Ada's branch", 2)
-    chat.ask((branch, "Why is a state not like a key?"))
+    chat.ask((branch, "What day of the month is it?"))
     print("Both branches live on, in one batch.")
-    chat.ask((ada, "Thank you."), (branch, "Can a state be stepped back?"))
+    chat.ask((ada, "Why is a raven like a writing-desk?"), (branch, "Have you guessed the riddle yet?"))
     print("Ada edits her second question: all behind it goes, down to the state before it.")
     ada.retract(3)
-    chat.ask((ada, "And what do attention layers remember?"))
+    chat.ask((ada, "And who are you?"))
     print("Bo wants another answer to the same question: one token has to run, for its logits.")
     bo.retract()
-    chat.ask((bo, "What is a convolution's state?"))
+    chat.ask((bo, "Wast born i' the forest here?"))
 
 
 COMMANDS = """\
@@ -357,9 +358,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Conversations over one cache, checked against cold runs.")
     parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, metavar="DIR", help="a Hugging Face folder")
     parser.add_argument("--interactive", action="store_true", help="chat on standard input")
-    parser.add_argument("--max-new-tokens", type=int, default=32, help="tokens of an answer, at most (%(default)s)")
+    parser.add_argument("--max-new-tokens", type=int, default=120, help="tokens of an answer, at most (%(default)s)")
     parser.add_argument("--context-length", type=int, default=1024, help="tokens of a conversation (%(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: greedy (%(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.3, help="0: greedy (%(default)s)")
     parser.add_argument("--top-k", type=int, help="sample from the likeliest tokens only")
     parser.add_argument("--top-p", type=float, default=1.0, help="sample from those of this probability together")
     parser.add_argument("--seed", type=int, default=0, help="of the draws (%(default)s)")
