@@ -192,24 +192,18 @@ class Pair:
         if expected is not rcache.Status.OK:
             self._unchanged(before)
         by_sequence = {plan.sequence: plan for plan in plans}
+        first = jax.tree.map(lambda states: states[0], read)
+        visible = jax.tree.map(np.asarray, visible)  # [T, B, ...]
         for row, sequence in enumerate(np.asarray(plan.sequences)):
             expected_plan = by_sequence.get(int(sequence))
             if expected_plan is not None:
-                first = jax.tree.map(lambda states: states[0], read)
-                seen = jax.tree.map(lambda x: np.moveaxis(np.asarray(x), 0, 1), visible)  # [B, T, ...]
                 self._same_pass(row, plan, expected_plan, first, {})
-                self._same_run(row, expected_plan, seen)
+                for layer, (keys, values, mask) in visible.items():
+                    for token, seen in enumerate(expected_plan.visible[layer]):
+                        what = f"seen by layer {layer}, token {token} of a run, "
+                        _same_seen(what, keys[token, row], values[token, row], mask[token, row, 0], seen)
         self.check()
         return expected
-
-    def _same_run(self, row: int, plan: Any, visible: dict) -> None:
-        for layer, (keys, values, mask) in visible.items():
-            for token, seen in enumerate(plan.visible[layer]):
-                mask_of = mask[row, token, 0]
-                what = f"seen by layer {layer}, token {token} of a run, "
-                same(what + "count", mask_of.sum(), len(seen))
-                same(what + "keys", keys[row, token][mask_of], np.array([key for _, key, _ in seen]))
-                same(what + "values", values[row, token][mask_of], np.array([value for _, _, value in seen]))
 
     def _same_pass(self, row: int, forward: rcache.Forward, plan: Any, read: dict, visible: dict) -> None:
         same("start", forward.starts[row], plan.start)
@@ -219,10 +213,7 @@ class Pair:
         for layer, (keys, values, mask) in visible.items():
             keys, values, mask = (np.asarray(array)[row] for array in (keys, values, mask))
             for token, seen in enumerate(plan.visible[layer]):
-                what = f"seen by layer {layer}, token {token}, "
-                same(what + "count", mask[token].sum(), len(seen))
-                same(what + "keys", keys[mask[token]], np.array([key for _, key, _ in seen]))
-                same(what + "values", values[mask[token]], np.array([value for _, _, value in seen]))
+                _same_seen(f"seen by layer {layer}, token {token}, ", keys, values, mask[token], seen)
 
     def copy_prefix(self, src: int, dst: int, length: int) -> None:
         before = self.cache
@@ -321,6 +312,13 @@ class Pair:
                     cache.states[group.key][row, slot],
                     states[layer, group.name],
                 )
+
+
+def _same_seen(what: str, keys: np.ndarray, values: np.ndarray, mask: np.ndarray, seen: list) -> None:
+    """Of keys and values [X, H, D], those under `mask` bool[X] are the ones that a token saw."""
+    same(what + "count", mask.sum(), len(seen))
+    same(what + "keys", keys[mask], np.array([key for _, key, _ in seen]))
+    same(what + "values", values[mask], np.array([value for _, _, value in seen]))
 
 
 def check_conserved(cache: rcache.Cache) -> None:

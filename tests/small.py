@@ -25,6 +25,15 @@ LAYERS = (
 POLICY = rcache.CheckpointPolicy(count=3, min_position=2, interval=3)
 CONFIG = rcache.Config(LAYERS, 4, 24, page_size=3, checkpoints=POLICY, max_pass_tokens=NUM_TOKENS)
 EQUAL_LAYERS = (2, 3)
+QUERIES = (  # but for slots, whose numbers nobody may rely on
+    rcache.lengths,
+    rcache.approximate,
+    rcache.checkpoint_positions,
+    rcache.checkpoint_approximate,
+    rcache.free_slots,
+    rcache.free_pages,
+    rcache.counters,
+)
 PAYLOAD = ("states", "keys", "values")  # fields of a Cache
 
 

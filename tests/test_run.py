@@ -7,17 +7,7 @@ import pytest
 
 import rcache
 from tests.differential import NUM_TOKENS, add_offset, run_step, step
-from tests.small import CONFIG, batch, same_tree, tokens, used
-
-QUERIES = (
-    rcache.lengths,
-    rcache.approximate,
-    rcache.checkpoint_positions,
-    rcache.checkpoint_approximate,
-    rcache.free_slots,
-    rcache.free_pages,
-    rcache.counters,
-)
+from tests.small import CONFIG, QUERIES, batch, same_tree, tokens, used
 
 
 def run_batch(sequences, lengths):
