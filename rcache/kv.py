@@ -8,7 +8,6 @@ import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax import lax
 
 from rcache import payload
 from rcache.cache import Cache
@@ -47,17 +46,18 @@ def put(
     attention, plan = group.attention, forward.pages[group.page_group]
     num_rows, num_tokens = forward.token_mask.shape
     heads = (num_rows, num_tokens, attention.num_kv_heads)
-    stored, in_run = [], isinstance(cache, Run)
-    for what, size, new, buffer in (
+    stored: list[payload.Layers] = []
+    for what, size, new, held in (
         ("keys", attention.head_dim, keys, cache.keys[group.key]),
         ("values", attention.value_dim, values, cache.values[group.key]),
     ):
         _check(new, (*heads, size), attention.dtype, what, layer)
-        if in_run:
+        if isinstance(cache, Run):
             column = forward.starts - plan.context_start
-            stored.append(payload.append_rows(buffer, row, column, forward.lengths > 0, new[:, 0]))
+            stored.append(payload.append_rows(held, row, column, forward.lengths > 0, new[:, 0]))
             continue
-        stored.append(payload.write_pages(payload.copy_pages(buffer, row, plan), row, plan, forward.positions, new))
+        assert isinstance(held, jax.Array)
+        stored.append(payload.write_pages(payload.copy_pages(held, row, plan), row, plan, forward.positions, new))
     new_keys, new_values = {**cache.keys, group.key: stored[0]}, {**cache.values, group.key: stored[1]}
     return cast(CacheT, cache.replace(keys=new_keys, values=new_values))
 
@@ -86,9 +86,7 @@ def get(
     plan = forward.pages[group.page_group]
     positions, kept = payload.context(forward, plan)
     if isinstance(cache, Run):  # what has not come yet is zero there
-        keys, values = (
-            lax.dynamic_index_in_dim(held[group.key], row, keepdims=False) for held in (cache.keys, cache.values)
-        )
+        keys, values = (payload.layer_at(held[group.key], row) for held in (cache.keys, cache.values))
     else:
         keys = payload.read_pages(cache.keys[group.key], row, plan, kept)
         values = payload.read_pages(cache.values[group.key], row, plan, kept)
@@ -162,7 +160,7 @@ def _check(value: jax.Array, shape: tuple, dtype: str, what: str, layer: int | j
         raise AssertionError(f"{message}, got {value.dtype}{list(value.shape)}: cast it to the config's dtype")
 
 
-def _group_of(cache: Cache | Run, layer: int | jax.Array, like: int | None) -> tuple[KVGroup, jax.Array]:
+def _group_of(cache: Cache | Run, layer: int | jax.Array, like: int | None) -> tuple[KVGroup, payload.Row]:
     config = cache.config
     having = [index for index, other in enumerate(config.layers) if other.attention]
     kinds = {config.layers[index].attention for index in having}

@@ -23,6 +23,7 @@ from rcache.config import Config
 from rcache.forward import Forward, check_pass, grow, plan_pass
 from rcache.indexing import NONE, store
 from rcache.pages import PagePlan
+from rcache.payload import Layers, Row
 from rcache.table import Table
 
 
@@ -34,9 +35,9 @@ class Run(struct.PyTreeNode):
 
     cache: Cache  # slots and pages are taken, shared pages copied; lengths and checkpoints are those before the run
     plan: Forward  # of all its tokens
-    states: dict[str, jax.Array]  # [L, B, *shape] for each state group
-    keys: dict[str, jax.Array]  # [L, B, X, H, D] for each group of attention layers: what its queries may see
-    values: dict[str, jax.Array]  # [L, B, X, H, Dv]
+    states: dict[str, Layers]  # [B, *shape] of each layer of a state group
+    keys: dict[str, Layers]  # [B, X, H, D] of each layer of an attention group: what its queries may see
+    values: dict[str, Layers]  # [B, X, H, Dv]
 
     @property
     def config(self) -> Config:
@@ -46,7 +47,9 @@ class Run(struct.PyTreeNode):
 CacheT = TypeVar("CacheT", bound="Cache | Run")
 
 
-def start_run(cache: Cache, batch: Batch, *, context: int | None = None) -> tuple[Run, jax.Array]:
+def start_run(
+    cache: Cache, batch: Batch, *, context: int | None = None, stacked: bool = False
+) -> tuple[Run, jax.Array]:
     """Plans the next tokens of the sequences of `batch`, which come one at a time.
 
     It takes slots and pages for all of them, so that checkpoints may give way for tokens that never come. It holds a
@@ -56,6 +59,8 @@ def start_run(cache: Cache, batch: Batch, *, context: int | None = None) -> tupl
       cache: the cache.
       batch: which sequences, and at most how many tokens of each. No captures; every token is causal.
       context: as in `start_forward`.
+      stacked: the layers of a group are one array, where a traced layer can be found (a scan over equal layers). Left
+        out, each is an array of its own: far faster for layers that are written out, in particular on CPU.
 
     Returns:
       The run, and a status i32[] as of `start_forward`. If it is not OK, no row of the run is active, and
@@ -69,12 +74,13 @@ def start_run(cache: Cache, batch: Batch, *, context: int | None = None) -> tupl
     config = cache.config
     context = check_pass(batch, config, context)
     table, plan, status = _plan_run(cache.table, batch, config, context)
-    states: dict[str, jax.Array] = {}
+    of_layers = _stacked if stacked else _separate
+    states: dict[str, Layers] = {}
     for group in config.state_groups:
         read = partial(payload.read_rows, cache.states[group.key], slots=plan.read_slots)
-        states[group.key] = _of_layers(len(group.layers), read)
-    keys: dict[str, jax.Array] = {}
-    values: dict[str, jax.Array] = {}
+        states[group.key] = of_layers(len(group.layers), read)
+    keys: dict[str, Layers] = {}
+    values: dict[str, Layers] = {}
     pooled_keys, pooled_values = dict(cache.keys), dict(cache.values)
     before = plan.replace(lengths=jnp.zeros_like(plan.lengths))
     for kv_group in config.kv_groups:
@@ -83,7 +89,7 @@ def start_run(cache: Cache, batch: Batch, *, context: int | None = None) -> tupl
         for taken, pool in ((keys, pooled_keys), (values, pooled_values)):
             pool[kv_group.key] = _into_layers(pool[kv_group.key], partial(_copy_pages, pages=pages), axis=1)
             read = partial(payload.read_pages, pool[kv_group.key], plan=pages, kept=kept)
-            taken[kv_group.key] = _of_layers(len(kv_group.layers), read)
+            taken[kv_group.key] = of_layers(len(kv_group.layers), read)
     cache = cache.replace(table=table, keys=pooled_keys, values=pooled_values)
     return Run(cache, plan, states, keys, values), status
 
@@ -140,7 +146,7 @@ def finish_run(run: Run, lengths: jax.Array | None = None) -> Cache:
     lengths = plan.lengths if lengths is None else jnp.clip(lengths, 0, plan.lengths)
     table, write_slots = _finish_run(run.cache.table, plan, lengths, config)
     states = {
-        key: _into_layers(buffer, partial(_write_states, states=run.states[key], slots=write_slots))
+        key: _from_layers(buffer, run.states[key], partial(payload.write_rows, slots=write_slots))
         for key, buffer in run.cache.states.items()
     }
     came = jnp.arange(plan.positions.shape[1], dtype=jnp.int32) < lengths[:, None]
@@ -148,23 +154,16 @@ def finish_run(run: Run, lengths: jax.Array | None = None) -> Cache:
     for group in config.kv_groups:
         pages = plan.pages[group.page_group]
         pages = pages.replace(token_pages=jnp.where(came, pages.token_pages, jnp.int32(NONE)))
-        for pool, rows in ((keys, run.keys), (values, run.values)):
-            write = partial(_write_tokens, rows=rows[group.key], pages=pages, positions=plan.positions)
-            pool[group.key] = _into_layers(pool[group.key], write, axis=1)
+        write = partial(_write_tokens, pages=pages, positions=plan.positions)
+        for pool, held in ((keys, run.keys), (values, run.values)):
+            pool[group.key] = _from_layers(pool[group.key], held[group.key], write, axis=1)
     return run.cache.replace(table=table, states=states, keys=keys, values=values)
 
 
-def _write_states(row: jax.Array, buffer: jax.Array, states: jax.Array, slots: jax.Array) -> jax.Array:
-    return payload.write_rows(buffer, row, slots, lax.dynamic_index_in_dim(states, row, keepdims=False))
-
-
-def _write_tokens(
-    row: jax.Array, buffer: jax.Array, rows: jax.Array, pages: PagePlan, positions: jax.Array
-) -> jax.Array:
-    """The tokens at `positions` i32[B, T] out of `rows` [L, B, X, H, D] to their pages."""
+def _write_tokens(buffer: jax.Array, row: Row, values: jax.Array, pages: PagePlan, positions: jax.Array) -> jax.Array:
+    """The tokens at `positions` i32[B, T] out of `values` [B, X, H, D] to their pages."""
     columns = jnp.maximum(positions - pages.context_start[:, None], 0)
-    held = lax.dynamic_index_in_dim(rows, row, keepdims=False)
-    tokens = jnp.take_along_axis(held, columns[:, :, None, None], axis=1)
+    tokens = jnp.take_along_axis(values, columns[:, :, None, None], axis=1)
     return payload.write_pages(buffer, row, pages, positions, tokens)
 
 
@@ -212,6 +211,24 @@ def _finish_run(table: Table, plan: Forward, lengths: jax.Array, config: Config)
     return table, write_slots
 
 
-def _of_layers(num_layers: int, read: Callable[..., jax.Array]) -> jax.Array:
+def _separate(num_layers: int, read: Callable[..., jax.Array]) -> tuple[jax.Array, ...]:
+    """`read(row)` of every layer of a group."""
+    return tuple(read(row=row) for row in range(num_layers))
+
+
+def _stacked(num_layers: int, read: Callable[..., jax.Array]) -> jax.Array:
     """`read(row)` of every layer of a group: [L, ...]."""
     return lax.map(lambda row: read(row=row), jnp.arange(num_layers, dtype=jnp.int32))
+
+
+def _from_layers(buffer: jax.Array, held: Layers, write: Callable[..., jax.Array], axis: int = 0) -> jax.Array:
+    """`write(buffer, row, values=...)` with what a run holds for every layer of a group."""
+    if isinstance(held, tuple):
+        for row, values in enumerate(held):
+            buffer = write(buffer, row, values=values)
+        return buffer
+
+    def write_layer(row: jax.Array, buffer: jax.Array) -> jax.Array:
+        return write(buffer, row, values=payload.layer_at(held, row))
+
+    return _into_layers(buffer, write_layer, axis)

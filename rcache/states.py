@@ -40,11 +40,10 @@ def read_state(
     payload.check_plan(cache, forward)
     states = {}
     for group, row in _groups_of(cache, layer, like):
-        held = cache.states[group.key]
         if isinstance(cache, Run):
-            states[group.name] = lax.dynamic_index_in_dim(held, row, keepdims=False)
+            states[group.name] = payload.layer_at(cache.states[group.key], row)
         else:
-            states[group.name] = payload.read_rows(held, row, forward.read_slots)
+            states[group.name] = payload.read_rows(cache.states[group.key], row, forward.read_slots)
     return states
 
 
@@ -87,25 +86,24 @@ def update_state(
             raise ValueError(f"layer {layer} has states {sorted(known)}, not {sorted(unknown)}")
     if captured is not None and set(captured) != set(states):
         raise ValueError(f"captured has {sorted(captured)}, states has {sorted(states)}: they must be the same names")
-    buffers, in_run = dict(cache.states), isinstance(cache, Run)
+    buffers: dict[str, payload.Layers] = dict(cache.states)
     for group, row in groups:
         if group.name not in states:
             continue
         new = states[group.name]
         _check(new, (num_rows, *group.state.shape), group, layer)
-        if in_run:
-            buffers[group.key] = payload.replace_rows(buffers[group.key], row, forward.lengths > 0, new)
+        if isinstance(cache, Run):
+            held = cache.states[group.key]
+            new = payload.replace_rows(payload.layer_at(held, row), forward.lengths > 0, new)
+            buffers[group.key] = payload.with_layer(held, row, new)
             continue
-        buffers[group.key] = payload.write_rows(buffers[group.key], row, forward.write_slots, new)
+        buffer = payload.write_rows(cache.states[group.key], row, forward.write_slots, new)
         if captured is not None:
             at_offsets = captured[group.name]
             _check(at_offsets, (num_rows, num_captures, *group.state.shape), group, layer)
-            buffers[group.key] = payload.write_rows(
-                buffers[group.key],
-                row,
-                forward.capture_slots.reshape(-1),
-                at_offsets.reshape(-1, *group.state.shape),
-            )
+            slots = forward.capture_slots.reshape(-1)
+            buffer = payload.write_rows(buffer, row, slots, at_offsets.reshape(-1, *group.state.shape))
+        buffers[group.key] = buffer
     return cast(CacheT, cache.replace(states=buffers))
 
 
@@ -139,7 +137,7 @@ def _check(value: jax.Array, shape: tuple[int, ...], group: StateGroup, layer: i
         raise AssertionError(f"{what}, got {value.dtype}{list(value.shape)}: cast it to the config's dtype")
 
 
-def _groups_of(cache: Cache | Run, layer: int | jax.Array, like: int | None) -> list[tuple[StateGroup, jax.Array]]:
+def _groups_of(cache: Cache | Run, layer: int | jax.Array, like: int | None) -> list[tuple[StateGroup, payload.Row]]:
     """The groups `layer` has states in, and its row in each."""
     config = cache.config
     having = [index for index, other in enumerate(config.layers) if other.states]

@@ -97,3 +97,48 @@ def test_plans_and_caches_that_do_not_belong_together_are_refused():
         rcache.start_run(cache, batch([0], [1]))
     with pytest.raises(ValueError, match="context must be"):
         rcache.start_run(cache, run_batch([0, 1, 2, 3], [1, 1, 1, 1]), context=CONFIG.context_length + 1)
+
+
+def test_layers_in_one_array_can_be_traced():
+    """`stacked`: a loop over equal layers with a traced index; without it, such an index is refused by name."""
+    layer = rcache.Layer({"sum": rcache.State((2,))}, rcache.Attention(1, 2))
+    config = rcache.Config((layer,) * 3, 2, 16, page_size=4, checkpoints=rcache.CheckpointPolicy(min_position=2))
+
+    def token(run, index, layers, x):
+        forward = rcache.run_token(run, index)
+
+        def one(layer, carry):
+            run, x = carry
+            state = rcache.read_state(run, forward, layer)["sum"] + x
+            run = rcache.update_state(run, forward, layer, {"sum": state})
+            run = rcache.put(run, forward, layer, x[:, None, None], state[:, None, None])
+            _, values, mask = rcache.get(run, forward, layer)
+            return run, x + values.sum((1, 2), where=mask[:, 0, :, None, None])
+
+        return layers(one, (run, x))
+
+    def loop(one, carry):
+        return jax.lax.fori_loop(0, 3, one, carry)
+
+    def written_out(one, carry):
+        for layer in range(3):
+            carry = one(layer, carry)
+        return carry
+
+    def decode(cache, layers, stacked):
+        run, status = rcache.start_run(cache, rcache.make_batch([1, 0], [4, 2], 4), stacked=stacked)
+        outputs = []
+        for index in range(4):
+            run, y = token(run, index, layers, jnp.arange(4, dtype=jnp.float32).reshape(2, 2) + index)
+            outputs.append(y)
+        return rcache.finish_run(run), outputs, status
+
+    decode = jax.jit(decode, static_argnums=(1, 2))
+    cache = rcache.init(config)
+    for _ in range(2):
+        expected = decode(cache, written_out, False)
+        same_tree("traced", decode(cache, loop, True), expected)
+        same_tree("stacked", decode(cache, written_out, True), expected)
+        cache = expected[0]
+    with pytest.raises(ValueError, match="layer is traced: start_run"):
+        decode(cache, loop, False)

@@ -86,14 +86,14 @@ def _step(
 ) -> tuple[jax.Array, jax.Array]:
     """One token.
 
-    What key and query read is read off the old state, so that it is read twice and written once. Sums are over the axis
-    that is not the minor one, and written out as sums: on CPU these are vectors added, where a sum along the minor axis
-    adds one number after another, and a product of matrices is worse.
+    What key and query read is read off the old state, in one product of matrices: the state is read once for both, and
+    once more where it is written.
     """
     decay = jnp.exp(log_decay)[..., None]  # [B, H, 1]
-    read = lambda vector: decay * jnp.sum(state * vector[..., None], axis=-2)  # noqa: E731
-    written = value if beta is None else beta[..., None] * (value - read(key))
-    output = read(query) + jnp.sum(key * query, axis=-1, keepdims=True) * written
+    vectors = query[..., None, :] if beta is None else jnp.stack([query, key], axis=-2)
+    reads = decay[..., None] * einsum("bhrk,bhkv->bhrv", vectors, state)
+    written = value if beta is None else beta[..., None] * (value - reads[..., 1, :])
+    output = reads[..., 0, :] + jnp.sum(key * query, axis=-1, keepdims=True) * written
     return output, decay[..., None] * state + key[..., None] * written[..., None, :]
 
 
