@@ -46,27 +46,27 @@ def abstract(config: Config) -> Cache:
 
 def lengths(cache: Cache) -> jax.Array:
     """Tokens of each sequence: i32[N]; 0: empty."""
-    return cache.table.lengths
+    return cache.table.sequences.length
 
 
 def slots(cache: Cache) -> jax.Array:
     """The state slot of each sequence: i32[N]; -1: none."""
-    return cache.table.slots
+    return cache.table.sequences.slot
 
 
 def approximate(cache: Cache) -> jax.Array:
     """Whether a sequence's state still contains tokens that were cut out of its middle: bool[N]."""
-    return cache.table.approximate
+    return cache.table.sequences.approximate
 
 
 def checkpoint_positions(cache: Cache) -> jax.Array:
     """Position of the last token in each checkpoint: i32[N, K], ascending, -1 where there is none."""
-    return cache.table.checkpoints.positions
+    return cache.table.sequences.checkpoints.positions
 
 
 def checkpoint_approximate(cache: Cache) -> jax.Array:
     """Whether a checkpoint's state still contains tokens that were cut out: bool[N, K]."""
-    return cache.table.checkpoints.flags & ckpt.APPROXIMATE != 0
+    return cache.table.sequences.checkpoints.flags & ckpt.APPROXIMATE != 0
 
 
 def free_slots(cache: Cache) -> jax.Array:

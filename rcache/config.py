@@ -427,7 +427,7 @@ class Config:
             for g in self.kv_groups
         }
         n, k, m = self.max_sequences, self.num_checkpoints, self.pages_per_sequence
-        table = 2 * n + (2 * num_slots + 1) + 3 * n * k + 3
+        table = 3 * n + (2 * num_slots + 1) + 3 * n * k + 3
         for group, pages in zip(self.page_groups, num_pages, strict=True):
             table += n + n * m + (2 * pages + 1) + n * k * group.checkpoint_pages
-        return MemoryReport(states, kv, 4 * table + n)  # one byte for each approximate flag
+        return MemoryReport(states, kv, 4 * table)

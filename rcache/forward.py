@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from rcache import captures as capturing, pages as paging, pool as pools, room, rows as batch_rows
+from rcache import captures as capturing, pages as paging, pool as pools, room, rows as batch_rows, table as tables
 from rcache.arguments import check_integer
 from rcache.batch import Batch, Rows
 from rcache.cache import Cache
 from rcache.config import Config
-from rcache.indexing import NONE, look_up, store
+from rcache.indexing import NONE
 from rcache.pages import PagePlan
+from rcache.records import Record
 from rcache.status import Status, first_error
 from rcache.table import Table
 
@@ -106,24 +107,32 @@ def _check_shapes(batch: Batch) -> None:
 
 @partial(jax.jit, static_argnames=("config", "context"))
 def _start_forward(table: Table, batch: Batch, config: Config, context: int) -> tuple[Table, Forward, jax.Array]:
-    table, rows, forward, status = plan_pass(table, batch, config, context)
-    table, capture_slots = grow(table, rows, forward.write_slots, config)
+    table, rows, record, forward, status = plan_pass(table, batch, config, context)
+    table, capture_slots = grow(table, rows, record, forward.write_slots, config)
     return table, forward.replace(capture_slots=capture_slots), status
 
 
-def plan_pass(table: Table, batch: Batch, config: Config, context: int) -> tuple[Table, Rows, Forward, jax.Array]:
-    """Takes slots and pages for a pass, or nothing: the table, the rows, the plan without captures, and a status."""
-    status = batch_rows.check(table, batch, config, context)
-    rows = batch_rows.resolve(table, batch, status == Status.OK)
-    roomy, slots_short, pages_short = room.make_room(table, rows, config)
+def plan_pass(
+    table: Table, batch: Batch, config: Config, context: int
+) -> tuple[Table, Rows, Record, Forward, jax.Array]:
+    """Takes slots and pages for a pass, or nothing.
+
+    The table, the rows and their new record, which the table does not have yet, the plan without captures, a status.
+    """
+    held = tables.read(table, batch.sequences)
+    status = batch_rows.check(batch, held.length, config, context)
+    rows = batch_rows.resolve(batch, held.length, status == Status.OK)
+    roomy, slots_short, pages_short = room.make_room(table, rows, jnp.where(rows.active, held.slot, NONE), config)
     no_room = first_error((slots_short, Status.SLOTS_FULL), (pages_short, Status.PAGES_FULL))
     status = jnp.where(status != Status.OK, status, no_room)
     ok = status == Status.OK
-    table = roomy.replace(page_tables=room.take_if(ok, roomy.page_tables, table.page_tables, config))
+    table = room.take_if(ok, roomy, table, config)
 
     # From here on nothing can fail.
-    rows = batch_rows.resolve(table, batch, ok)
-    table, read_slots, write_slots = _take_slots(table, rows, config)
+    rows = batch_rows.resolve(batch, held.length, ok)
+    record = tables.read(table, rows.index)
+    read_slots = record.slot
+    table, write_slots = _take_slots(table, rows, read_slots, config)
     table, copies = _take_pages(table, rows, config)
 
     offsets = jnp.arange(rows.num_tokens, dtype=jnp.int32)
@@ -140,31 +149,29 @@ def plan_pass(table: Table, batch: Batch, config: Config, context: int) -> tuple
         capture_slots=jnp.full_like(rows.captures, NONE),
         bidirectional=jnp.where(rows.token_mask, batch.bidirectional, jnp.int32(NONE)),
         pages=tuple(
-            paging.plan(t, group, rows, positions, copy, config.page_size, context)
-            for t, group, copy in zip(table.page_tables, config.page_groups, copies, strict=True)
+            paging.plan(page_table, group, rows, first, positions, copy, config.page_size, context)
+            for page_table, group, first, copy in zip(
+                table.page_tables, config.page_groups, record.first, copies, strict=True
+            )
         ),
         config=config,
     )
-    return table, rows, forward, status
+    return table, rows, record.replace(slot=write_slots), forward, status
 
 
-def grow(table: Table, rows: Rows, write_slots: jax.Array, config: Config) -> tuple[Table, jax.Array]:
+def grow(table: Table, rows: Rows, record: Record, write_slots: jax.Array, config: Config) -> tuple[Table, jax.Array]:
     """The rows get their tokens and checkpoints. Also where each state asked for goes: i32[B, C]."""
-    table, capture_slots = capturing.capture(table, rows, write_slots, config)
-    return table.replace(lengths=store(table.lengths, rows.index, rows.ends)), capture_slots
+    table, record, capture_slots = capturing.capture(table, rows, record, write_slots, config)
+    return tables.write(table, rows.index, record.replace(length=rows.ends)), capture_slots
 
 
-def _take_slots(table: Table, rows: Rows, config: Config) -> tuple[Table, jax.Array, jax.Array]:
-    """The slots rows read and write: i32[B] each."""
-    held = look_up(table.slots, rows.index, NONE)
+def _take_slots(table: Table, rows: Rows, held: jax.Array, config: Config) -> tuple[Table, jax.Array]:
+    """The slots rows write that hold `held` i32[B]: i32[B]."""
     if not config.has_states:
-        return table, held, held
-    leaves = room.leaves_slot(table, rows)
-    pool, ids = pools.allocate(table.slot_pool, leaves)
-    pool = pools.release(pool, jnp.where(leaves, held, jnp.int32(NONE)))
-    write_slots = jnp.where(leaves, ids, held)
-    slots = store(table.slots, rows.index, write_slots)
-    return table.replace(slots=slots, slot_pool=pool), held, write_slots
+        return table, held
+    leaves = room.leaves_slot(table, rows, held)
+    pool, ids = pools.exchange(table.slot_pool, jnp.where(leaves, held, jnp.int32(NONE)), wanted=leaves)
+    return table.replace(slot_pool=pool), jnp.where(leaves, ids, held)
 
 
 def _take_pages(table: Table, rows: Rows, config: Config) -> tuple[Table, list[tuple[jax.Array, jax.Array]]]:

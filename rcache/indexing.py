@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 NONE = -1
 """No slot, no page, no position, no sequence."""
@@ -16,9 +17,21 @@ NONE = -1
 Index = jax.Array | tuple[jax.Array | slice, ...]
 
 
-def look_up(values: jax.Array, index: Index, filler: int | bool) -> jax.Array:
+def look_up(values: jax.Array, index: jax.Array | tuple[jax.Array, ...], filler: int | bool | jax.Array) -> jax.Array:
     """`values[index]`, and `filler` where the index is outside."""
-    return values.at[index].get(mode="fill", fill_value=filler, wrap_negative_indices=False)
+    indices = index if isinstance(index, tuple) else (index,)
+    inside = jnp.ones((), bool)
+    safe = []
+    for i, size in zip(indices, values.shape, strict=False):
+        is_inside = (i >= 0) & (i < size)
+        inside &= is_inside
+        safe.append(jnp.where(is_inside, i, 0))
+    tail = values.shape[len(indices) :]
+    if values.size == 0:  # there is nothing to gather from
+        return jnp.full((*inside.shape, *tail), filler, values.dtype)
+    # Of its own, JAX answers this with twice as many operations.
+    found = values.at[tuple(safe)].get(mode="promise_in_bounds")
+    return jnp.where(inside.reshape(*inside.shape, *(1,) * len(tail)), found, filler)
 
 
 def store(values: jax.Array, index: Index, new: Any) -> jax.Array:

@@ -22,7 +22,6 @@ class PageTable(struct.PyTreeNode):
     """Pages of all sequences in one page group."""
 
     pages: jax.Array  # i32[N, M]: page of each logical page; NONE where nothing is kept
-    first: jax.Array  # i32[N]: lowest position kept
     pool: Pool  # of P pages
 
 
@@ -41,7 +40,6 @@ def init(config: Config, num_pages: int) -> PageTable:
     """No pages for any sequence."""
     return PageTable(
         pages=jnp.full((config.max_sequences, config.pages_per_sequence), NONE, jnp.int32),
-        first=jnp.zeros(config.max_sequences, jnp.int32),
         pool=pools.init(num_pages),
     )
 
@@ -94,19 +92,23 @@ def release_rows(pool: Pool, rows: jax.Array) -> Pool:
     return jax.lax.fori_loop(0, rows.shape[0], lambda i, p: pools.release(p, rows[i], unique=True), pool)
 
 
-def trim(table: PageTable, group: PageGroup, sequences: jax.Array, starts: jax.Array, page_size: int) -> PageTable:
-    """Releases the pages wholly more than `memory` tokens before `starts` i32[B]; `sequences` i32[B], N: no row."""
+def trim(
+    table: PageTable, group: PageGroup, sequences: jax.Array, first: jax.Array, starts: jax.Array, page_size: int
+) -> tuple[PageTable, jax.Array]:
+    """Releases the pages of `sequences` i32[B] wholly more than `memory` tokens before `starts` i32[B].
+
+    Also the lowest position kept from then on, of those that keep those from `first` i32[B] on: i32[B].
+    """
     if group.memory is None:
-        return table
+        return table, first
     rows = look_up(table.pages, sequences, NONE)
-    first = look_up(table.first, sequences, 0)
     first = jnp.maximum(first, starts - group.memory)
     behind = (jnp.arange(rows.shape[1], dtype=jnp.int32) + 1)[None, :] * page_size <= first[:, None]
-    return PageTable(
+    trimmed = PageTable(
         pages=store(table.pages, sequences, jnp.where(behind, jnp.int32(NONE), rows)),
-        first=store(table.first, sequences, first),
         pool=release_rows(table.pool, jnp.where(behind, rows, jnp.int32(NONE))),
     )
+    return trimmed, first
 
 
 class _Need(struct.PyTreeNode):
@@ -142,13 +144,13 @@ def extend(table: PageTable, rows: Rows, page_size: int) -> tuple[PageTable, jax
     """Takes the pages the rows grow into. Also which shared page each row leaves, and for which: i32[B], i32[B]."""
     need = _need(table, rows, page_size)
     wanted = jnp.concatenate([need.leaves[:, None], need.wanted], axis=1)
-    pool, ids = pools.allocate(table.pool, wanted.reshape(-1))
-    ids = ids.reshape(wanted.shape)
     left = jnp.where(need.leaves, need.held, jnp.int32(NONE))
+    pool, ids = pools.exchange(table.pool, left, wanted=wanted.reshape(-1))
+    ids = ids.reshape(wanted.shape)
     logical = jnp.concatenate([(rows.starts // page_size)[:, None], need.logical], axis=1)
     where = jnp.where(wanted, logical, jnp.int32(NONE))
     return (
-        table.replace(pages=store(table.pages, (rows.index[:, None], where), ids), pool=pools.release(pool, left)),
+        table.replace(pages=store(table.pages, (rows.index[:, None], where), ids), pool=pool),
         left,
         jnp.where(left >= 0, ids[:, 0], jnp.int32(NONE)),
     )
@@ -198,12 +200,16 @@ def plan(
     table: PageTable,
     group: PageGroup,
     rows: Rows,
+    first: jax.Array,
     positions: jax.Array,
     copies: tuple[jax.Array, jax.Array],
     page_size: int,
     context: int,
 ) -> PagePlan:
-    """Where a pass over `positions` i32[B, T] reads and writes, `context` tokens at most in sight."""
+    """Where a pass over `positions` i32[B, T] reads and writes, `context` tokens at most in sight.
+
+    Rows keep positions from `first` i32[B] on.
+    """
     context_size = -(-context // page_size)
     begin = jnp.zeros_like(rows.starts)
     if group.span is not None:
@@ -213,7 +219,7 @@ def plan(
     return PagePlan(
         context_pages=_lookup(table.pages, rows.index[:, None], logical, jnp.ones_like(logical, bool)),
         context_start=begin * page_size,
-        first=look_up(table.first, rows.index, 0),
+        first=first,
         token_pages=_lookup(table.pages, rows.index[:, None], positions // page_size, rows.token_mask),
         copy_from=copies[0],
         copy_to=copies[1],

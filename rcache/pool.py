@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from rcache.indexing import NONE, add, look_up, store
 
 
 class Pool(struct.PyTreeNode):
-    """`C` ids. Ids in `free[:num_free]` have no holder; the rest of `free` is NONE."""
+    """`C` ids. Those in `free[:num_free]` have no holder; the rest of `free` means nothing."""
 
     ref_count: jax.Array  # i32[C]
     free: jax.Array  # i32[C]
@@ -52,20 +53,50 @@ def first_occurrence(ids: jax.Array) -> jax.Array:
     return ~jnp.any((ids[:, None] == ids[None, :]) & earlier, axis=1)
 
 
+def exchange(
+    pool: Pool,
+    left: jax.Array,
+    *,
+    wanted: jax.Array | None = None,
+    shared: jax.Array | None = None,
+    unique: bool = False,
+) -> tuple[Pool, jax.Array]:
+    """Takes ids, adds holders to others and takes them from others, with as few operations as one of these would need.
+
+    Args:
+      pool: the pool.
+      left: i32[k]: one holder less for each; those left without a holder become free, after ids were taken.
+      wanted: bool[n]: an id is taken for each True; they must be at most `num_free`.
+      shared: i32[m]: one holder more for each.
+      unique: no id occurs twice in `left`; saves finding out.
+
+    Returns:
+      The pool, and the ids taken: i32[n], NONE where none is wanted.
+    """
+    ids, num_free = jnp.zeros(0, jnp.int32), pool.num_free
+    if wanted is not None:
+        ids = look_up(pool.free, jnp.where(wanted, num_free - 1 - rank(wanted), jnp.int32(NONE)), NONE)
+        num_free -= jnp.sum(wanted, dtype=jnp.int32)
+    more = ids if shared is None else jnp.concatenate([ids, shared])
+    steps = np.repeat(np.array([1, -1], np.int32), [more.shape[0], left.shape[0]])
+    ref_count = add(pool.ref_count, jnp.concatenate([more, left]), steps)
+    if left.shape[0] == 0:
+        return Pool(ref_count, pool.free, num_free), ids
+    freed = look_up(ref_count, left, 1) == 0
+    if not unique:
+        freed &= first_occurrence(left)
+    free = store(pool.free, jnp.where(freed, num_free + rank(freed), jnp.int32(NONE)), left)
+    return Pool(ref_count, free, num_free + jnp.sum(freed, dtype=jnp.int32)), ids
+
+
 def allocate(pool: Pool, wanted: jax.Array) -> tuple[Pool, jax.Array]:
     """Takes one id for each True of `wanted` bool[n], which must be at most `num_free`. Ids are NONE elsewhere."""
-    taken = jnp.where(wanted, pool.num_free - 1 - rank(wanted), jnp.int32(NONE))
-    ids = look_up(pool.free, taken, NONE)
-    return pool.replace(
-        ref_count=store(pool.ref_count, ids, 1),
-        free=store(pool.free, taken, NONE),
-        num_free=pool.num_free - jnp.sum(wanted, dtype=jnp.int32),
-    ), ids
+    return exchange(pool, jnp.zeros(0, jnp.int32), wanted=wanted)
 
 
 def share(pool: Pool, ids: jax.Array) -> Pool:
     """One more holder for each of `ids` i32[...]; NONE is skipped."""
-    return pool.replace(ref_count=add(pool.ref_count, ids.reshape(-1), 1))
+    return exchange(pool, jnp.zeros(0, jnp.int32), shared=ids.reshape(-1))[0]
 
 
 def release(pool: Pool, ids: jax.Array, *, unique: bool = False) -> Pool:
@@ -73,18 +104,7 @@ def release(pool: Pool, ids: jax.Array, *, unique: bool = False) -> Pool:
 
     `unique`: no id occurs twice; saves finding out.
     """
-    if pool.capacity == 0:  # a config without states; nothing to gather from
-        return pool
-    ids = ids.reshape(-1)
-    ref_count = add(pool.ref_count, ids, -1)
-    freed = look_up(ref_count, ids, 1) == 0
-    if not unique:
-        freed &= first_occurrence(ids)
-    return Pool(
-        ref_count=ref_count,
-        free=store(pool.free, jnp.where(freed, pool.num_free + rank(freed), jnp.int32(NONE)), ids),
-        num_free=pool.num_free + jnp.sum(freed, dtype=jnp.int32),
-    )
+    return exchange(pool, ids.reshape(-1), unique=unique)[0]
 
 
 def must_leave(pool: Pool, ids: jax.Array) -> jax.Array:

@@ -8,32 +8,30 @@ import jax.numpy as jnp
 from rcache import pool as pools
 from rcache.batch import Batch, Rows
 from rcache.config import Config
-from rcache.indexing import NONE, look_up
+from rcache.indexing import NONE
 from rcache.status import Status, first_error
-from rcache.table import Table
 
 
-def resolve(table: Table, batch: Batch, ok: jax.Array) -> Rows:
-    """The rows of `batch`, all inactive unless `ok` bool[]."""
+def resolve(batch: Batch, held: jax.Array, ok: jax.Array) -> Rows:
+    """The rows of `batch`, whose sequences hold `held` i32[B] tokens; all inactive unless `ok` bool[]."""
     active = (batch.sequences >= 0) & (batch.lengths > 0) & ok
     index = jnp.where(active, batch.sequences, jnp.int32(NONE))
     lengths = jnp.where(active, batch.lengths, 0)
     return Rows(
         active=active,
         index=index,
-        starts=look_up(table.lengths, index, 0),
+        starts=jnp.where(active, held, 0),
         lengths=lengths,
         token_mask=jnp.arange(batch.positions.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None],
         captures=jnp.where(active[:, None], batch.captures, jnp.int32(NONE)),
     )
 
 
-def check(table: Table, batch: Batch, config: Config, context: int) -> jax.Array:
-    """Status i32[] of everything that can be wrong with a batch but the room for it."""
+def check(batch: Batch, starts: jax.Array, config: Config, context: int) -> jax.Array:
+    """Status i32[] of all that can be wrong with a batch but the room for it. Its sequences hold `starts` i32[B]."""
     is_row = batch.sequences != -1
     has_tokens = is_row & (batch.lengths > 0)
     num_tokens = batch.positions.shape[1]
-    starts = look_up(table.lengths, batch.sequences, 0)
     offsets = jnp.arange(num_tokens, dtype=jnp.int32)[None, :]
     token_mask = is_row[:, None] & (offsets < batch.lengths[:, None])
     unknown = is_row & ((batch.sequences < 0) | (batch.sequences >= config.max_sequences))

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from rcache import pages as paging, payload, pool as pools
+from rcache import pages as paging, payload, pool as pools, table as tables
 from rcache.batch import Batch, Rows
 from rcache.cache import Cache
 from rcache.config import Config
 from rcache.forward import Forward, check_pass, grow, plan_pass
-from rcache.indexing import NONE, store
+from rcache.indexing import NONE
 from rcache.pages import PagePlan
 from rcache.payload import Layers, Row
 from rcache.table import Table
@@ -178,8 +178,8 @@ def _into_layers(buffer: jax.Array, write: Callable[..., jax.Array], axis: int =
 
 @partial(jax.jit, static_argnames=("config", "context"))
 def _plan_run(table: Table, batch: Batch, config: Config, context: int) -> tuple[Table, Forward, jax.Array]:
-    table, _, plan, status = plan_pass(table, batch, config, context)
-    return table, plan, status
+    table, rows, record, plan, status = plan_pass(table, batch, config, context)
+    return tables.write(table, rows.index, record), plan, status
 
 
 @partial(jax.jit, static_argnames="config")
@@ -193,11 +193,10 @@ def _finish_run(table: Table, plan: Forward, lengths: jax.Array, config: Config)
     # A new sequence to which no token came is empty, and holds no slot.
     is_empty = (plan.sequences >= 0) & (ends == 0)
     write_slots = jnp.where(is_empty, jnp.int32(NONE), plan.write_slots)
-    table = table.replace(
-        page_tables=page_tables,
-        slot_pool=pools.release(table.slot_pool, jnp.where(is_empty, plan.write_slots, jnp.int32(NONE))),
-        slots=store(table.slots, jnp.where(is_empty, plan.sequences, jnp.int32(NONE)), jnp.int32(NONE)),
-    )
+    slot_pool = pools.release(table.slot_pool, jnp.where(is_empty, plan.write_slots, jnp.int32(NONE)))
+    record = tables.read(table, plan.sequences).replace(slot=write_slots)
+    table = tables.write(table, jnp.where(is_empty, plan.sequences, jnp.int32(NONE)), record)
+    table = table.replace(page_tables=page_tables, slot_pool=slot_pool)
     came = lengths > 0
     rows = Rows(
         active=came,
@@ -207,7 +206,7 @@ def _finish_run(table: Table, plan: Forward, lengths: jax.Array, config: Config)
         token_mask=jnp.arange(plan.positions.shape[1], dtype=jnp.int32) < lengths[:, None],
         captures=jnp.zeros((came.shape[0], 0), jnp.int32),
     )
-    table, _ = grow(table, rows, write_slots, config)
+    table, _ = grow(table, rows, record, write_slots, config)
     return table, write_slots
 
 

@@ -6,16 +6,18 @@ removing are these two, and no payload takes part.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from rcache import checkpoints as ckpt, pages as paging, pool as pools
-from rcache.checkpoints import Checkpoints
+from rcache import checkpoints as ckpt, pages as paging, pool as pools, records as recording
 from rcache.config import Config
 from rcache.indexing import NONE, look_up, store
 from rcache.pages import PageTable
 from rcache.pool import Pool
+from rcache.records import Layout, Record
 
 
 class Counters(struct.PyTreeNode):
@@ -29,43 +31,55 @@ class Counters(struct.PyTreeNode):
 class Table(struct.PyTreeNode):
     """Everything but the payload."""
 
-    lengths: jax.Array  # i32[N]: tokens of each sequence
-    slots: jax.Array  # i32[N]: its state slot, NONE if it is empty or no layer has states
-    approximate: jax.Array  # bool[N]: tokens were cut out of its middle
+    records: jax.Array  # i32[N, width]: a `Record` of each sequence
     slot_pool: Pool  # of S slots
-    checkpoints: Checkpoints  # of N sequences
     page_tables: tuple[PageTable, ...]  # one for each page group
-    counters: Counters
+    counts: jax.Array  # i32[3]: the fields of `Counters`
+    layout: Layout = struct.field(pytree_node=False)
+
+    @property
+    def sequences(self) -> Record:
+        """Of all sequences: leading axis N."""
+        return recording.unpack(self.records, self.layout)
+
+    @property
+    def counters(self) -> Counters:
+        return Counters(self.counts[0], self.counts[1], self.counts[2])
 
 
-class SequenceValue(struct.PyTreeNode):
+class SequenceValue(Record):
     """All that one sequence holds: ids of slots and pages, and what they mean."""
 
-    length: jax.Array  # i32[]
-    slot: jax.Array  # i32[]
-    approximate: jax.Array  # bool[]
-    checkpoints: Checkpoints  # of one sequence
     pages: tuple[jax.Array, ...]  # i32[M] for each page group
-    first: tuple[jax.Array, ...]  # i32[] for each page group
 
 
 def init(config: Config) -> Table:
     """N empty sequences."""
-    n = config.max_sequences
+    layout = Layout(config.num_checkpoints, tuple(group.checkpoint_pages for group in config.page_groups))
     return Table(
-        lengths=jnp.zeros(n, jnp.int32),
-        slots=jnp.full(n, NONE, jnp.int32),
-        approximate=jnp.zeros(n, bool),
+        records=jnp.tile(recording.pack(recording.empty(layout)), (config.max_sequences, 1)),
         slot_pool=pools.init(config.capacity.slots),
-        checkpoints=ckpt.empty((n,), config.num_checkpoints, window_widths(config)),
         page_tables=tuple(paging.init(config, pages) for pages in config.capacity.pages),
-        counters=Counters(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)),
+        counts=jnp.zeros(3, jnp.int32),
+        layout=layout,
     )
 
 
-def window_widths(config: Config) -> tuple[int, ...]:
-    """Pages of the window before a checkpoint (`W`), for each page group."""
-    return tuple(group.checkpoint_pages for group in config.page_groups)
+def read(table: Table, sequences: jax.Array) -> Record:
+    """The records of `sequences` i32[...]; of an empty one, for ids that are none."""
+    filler = recording.pack(recording.empty(table.layout))
+    return recording.unpack(look_up(table.records, sequences, filler), table.layout)
+
+
+def write(table: Table, sequences: jax.Array, record: Record) -> Table:
+    """Makes `record` what the table says of `sequences` i32[...]; ids that are none are skipped."""
+    return table.replace(records=store(table.records, sequences, recording.pack(record)))
+
+
+def count(table: Table, *, captures: Any = 0, captures_skipped: Any = 0, evictions: Any = 0) -> Table:
+    """Counts what happened: i32[] each."""
+    happened = jnp.stack([jnp.int32(number) for number in (captures, captures_skipped, evictions)])
+    return table.replace(counts=table.counts + happened)
 
 
 def is_sequence(config: Config, sequence: jax.Array) -> jax.Array:
@@ -75,23 +89,8 @@ def is_sequence(config: Config, sequence: jax.Array) -> jax.Array:
 
 def row(table: Table, sequence: jax.Array) -> SequenceValue:
     """What `sequence` i32[] holds. Nothing, for an id that is none."""
-
-    def pick(values: jax.Array, none: int | bool) -> jax.Array:
-        return look_up(values, sequence, none)
-
-    return SequenceValue(
-        length=pick(table.lengths, 0),
-        slot=pick(table.slots, NONE),
-        approximate=pick(table.approximate, False),
-        checkpoints=Checkpoints(
-            positions=pick(table.checkpoints.positions, NONE),
-            slots=pick(table.checkpoints.slots, NONE),
-            flags=pick(table.checkpoints.flags, 0),
-            pages=tuple(pick(pages, NONE) for pages in table.checkpoints.pages),
-        ),
-        pages=tuple(pick(t.pages, NONE) for t in table.page_tables),
-        first=tuple(pick(t.first, 0) for t in table.page_tables),
-    )
+    pages = tuple(look_up(page_table.pages, sequence, NONE) for page_table in table.page_tables)
+    return SequenceValue(**vars(read(table, sequence)), pages=pages)
 
 
 def longest_resumable(config: Config, value: SequenceValue, target: jax.Array) -> jax.Array:
@@ -149,9 +148,16 @@ def prefix(config: Config, value: SequenceValue, length: jax.Array) -> SequenceV
 
 
 def assign(table: Table, sequence: jax.Array, value: SequenceValue, ok: jax.Array) -> Table:
-    """Makes `sequence` i32[] the `value`, where `ok` bool[]: holds what is new, then lets go of what was there."""
-    old = row(table, sequence)
-    return write_row(release(share(table, value, ok), old, ok), sequence, value, ok)
+    """Makes `sequence` i32[] the `value`, where `ok` bool[]: holds what is new and lets go of what was there."""
+    new, old = _held(value, ok), _held(row(table, sequence), ok)
+    slot_pool, _ = pools.exchange(table.slot_pool, old.slots, shared=new.slots)
+    page_tables = []
+    for page_table, taken, (rows, windows) in zip(table.page_tables, new.pages, old.pages, strict=True):
+        shared = jnp.concatenate([ids.reshape(-1) for ids in taken])
+        pool, _ = pools.exchange(page_table.pool, rows.reshape(-1), shared=shared, unique=True)
+        page_tables.append(page_table.replace(pool=paging.release_rows(pool, windows)))
+    table = table.replace(slot_pool=slot_pool, page_tables=tuple(page_tables))
+    return write_row(table, sequence, value, ok)
 
 
 def share(table: Table, value: SequenceValue, ok: jax.Array) -> Table:
@@ -176,17 +182,11 @@ def release(table: Table, value: SequenceValue, ok: jax.Array) -> Table:
 def write_row(table: Table, sequence: jax.Array, value: SequenceValue, ok: jax.Array) -> Table:
     """Writes the row of `sequence` i32[], where `ok` bool[], leaving reference counts alone."""
     index = jnp.where(ok, sequence, jnp.int32(NONE))
-    put = lambda values, new: store(values, index, new)  # noqa: E731
-    return table.replace(
-        lengths=put(table.lengths, value.length),
-        slots=put(table.slots, value.slot),
-        approximate=put(table.approximate, value.approximate),
-        checkpoints=jax.tree.map(put, table.checkpoints, value.checkpoints),
-        page_tables=tuple(
-            t.replace(pages=put(t.pages, value.pages[g]), first=put(t.first, value.first[g]))
-            for g, t in enumerate(table.page_tables)
-        ),
+    page_tables = tuple(
+        page_table.replace(pages=store(page_table.pages, index, pages))
+        for page_table, pages in zip(table.page_tables, value.pages, strict=True)
     )
+    return write(table, index, value).replace(page_tables=page_tables)
 
 
 class _Held(struct.PyTreeNode):

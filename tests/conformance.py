@@ -254,16 +254,16 @@ class Jax:
 
     def observe(self) -> list[Observed]:
         table, payload = jax.device_get((self.cache.table, self.cache.states))
-        observed = []
+        records, observed = table.sequences, []
         for sequence in range(self.config.max_sequences):
-            length, slot = int(table.lengths[sequence]), int(table.slots[sequence])
-            kept = table.checkpoints.positions[sequence], table.checkpoints.slots[sequence]
+            length, slot = int(records.length[sequence]), int(records.slot[sequence])
+            kept = records.checkpoints.positions[sequence], records.checkpoints.slots[sequence]
             checkpoints = [
                 (int(position), self._in_slot(payload, int(its_slot)))
                 for position, its_slot in zip(*kept, strict=True)
                 if position >= 0
             ]
-            positions = list(range(int(table.page_tables[0].first[sequence]), length))
+            positions = list(range(int(records.first[0][sequence]), length))
             cells = table.page_tables[0].pages[sequence, positions].tolist()
             states = {} if slot < 0 else self._in_slot(payload, slot)
             observed.append(Observed(length, states, checkpoints, positions, cells))

@@ -302,7 +302,7 @@ class Lineage(Pair):
     def checkpoint(self, sequence: int, position: int) -> States:
         """The states kept at a position."""
         k = self.kept(sequence).index(position)
-        return self._in_slot(int(np.asarray(self.cache.table.checkpoints.slots)[sequence, k]))
+        return self._in_slot(int(np.asarray(self.cache.table.sequences.checkpoints.slots)[sequence, k]))
 
     def _in_slot(self, slot: int) -> States:
         assert slot >= 0

@@ -26,7 +26,7 @@ import decoding
 import models
 import rcache
 from models.attention import Attention
-from rcache import Status
+from rcache import Status, table as tables
 from tests.oracle import poisoned, same_caches as same_bits
 
 HF = Path(__file__).parent / "data" / "hf"
@@ -319,7 +319,7 @@ class Lineage:
     def checkpoint(self, sequence: int, length: int) -> Leaves:
         """The states kept at a length."""
         k = self.checkpoints(sequence).index(length)
-        return self._in_slot(int(self.cache.table.checkpoints.slots[sequence, k]))
+        return self._in_slot(int(self.cache.table.sequences.checkpoints.slots[sequence, k]))
 
     def everything(self, sequence: int) -> tuple:
         """All that is a sequence's own: its memory, and its checkpoints by length."""
@@ -350,7 +350,9 @@ class Lineage:
             num_tokens = min(there.shape[1], new.shape[1])  # of a window, each may have more than it needs
             there[:, -num_tokens:] = new[:, -num_tokens:]
             array[index] = there
-        table = cache.table.replace(approximate=cache.table.approximate.at[0].set(True))
+        one = jnp.zeros((), jnp.int32)
+        record = tables.read(cache.table, one).replace(approximate=jnp.ones((), bool))
+        table = tables.write(cache.table, one, record)
         lineage.cache = jax.tree.map(jnp.asarray, lineage.cache.replace(table=table))
         return lineage
 
@@ -389,7 +391,7 @@ class Lineage:
         length = len(self.tokens(sequence))
         for group in self.config.kv_groups:
             table, pages = self.cache.table.page_tables[group.page_group], self.config.page_groups[group.page_group]
-            first = int(table.first[sequence])
+            first = int(self.cache.table.sequences.first[group.page_group][sequence])
             assert first <= (0 if pages.span is None else max(0, length - pages.span))
             positions = np.arange(first, length)
             held = np.asarray(table.pages)[sequence, positions // self.config.page_size]

@@ -128,12 +128,12 @@ def _entries(cache, sequence):
     """All of the table about one sequence; of slots and pages, whether there is one and how many hold it."""
     table = jax.tree.map(np.asarray, cache.table)
     held = lambda pool, ids: np.where(ids >= 0, pool.ref_count[ids], -1)  # noqa: E731
-    yield from (table.lengths[sequence], table.approximate[sequence])
-    yield from (table.checkpoints.positions[sequence], table.checkpoints.flags[sequence])
-    yield held(table.slot_pool, table.slots[sequence])
-    yield held(table.slot_pool, table.checkpoints.slots[sequence])
-    for page_table in table.page_tables:
-        yield from (page_table.first[sequence], held(page_table.pool, page_table.pages[sequence]))
+    record = jax.tree.map(lambda leaf: leaf[sequence], table.sequences)
+    yield from (record.length, record.approximate, record.checkpoints.positions, record.checkpoints.flags)
+    yield held(table.slot_pool, record.slot)
+    yield held(table.slot_pool, record.checkpoints.slots)
+    for page_table, first in zip(table.page_tables, record.first, strict=True):
+        yield from (first, held(page_table.pool, page_table.pages[sequence]))
 
 
 # Padding

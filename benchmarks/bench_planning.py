@@ -1,0 +1,156 @@
+"""Bookkeeping: planning a pass, forking, restoring, removing, capturing."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import bench_states
+import jax
+import jax.numpy as jnp
+import numpy as np
+from bench_states import NUM_LAYERS, NUM_ROWS
+from jax import lax
+from measure import Call, Measure, carried, in_turn, median_ratio, medians
+
+import rcache
+
+NUM_STEPS = 64
+
+
+def hybrid_config(
+    num_layers: int = 64,
+    num_sequences: int = 256,
+    num_pages: int = 1024,
+    state_size: int = 8,
+    context_length: int = 4096,
+) -> rcache.Config:
+    """Three layers with a state to one with attention."""
+    recurrent = rcache.Layer({"state": rcache.State((state_size,))})
+    attention = rcache.Layer(attention=rcache.Attention(1, 2))
+    return rcache.Config(
+        ((recurrent,) * 3 + (attention,)) * (num_layers // 4),
+        num_sequences,
+        context_length,
+        num_slots=2 * num_sequences,
+        num_pages=num_pages,
+    )
+
+
+def _checkpointed(config: rcache.Config) -> rcache.Cache:
+    """Sequence 0 has 64 tokens, and a checkpoint at 32."""
+    cache = rcache.init(config)
+    for _ in range(2):
+        cache, _, status = rcache.start_forward(cache, rcache.make_batch([0], [32], 32))
+        rcache.raise_if_error(status)
+    return cache
+
+
+OPERATIONS: dict[str, Callable[[rcache.Cache], Any]] = {
+    "fork": lambda cache: rcache.copy_prefix(cache, 0, 1, 32)[0].table,
+    "restore": lambda cache: rcache.remove(cache, 0, 32)[0].table,
+    "remove": lambda cache: rcache.remove(cache, 0, 0)[0].table,
+}
+
+
+@functools.cache
+def _operations() -> dict[str, list[Measure]]:
+    """Of each operation, its time at 64 times the state size over that at the small one, and in microseconds."""
+    small, large = (_checkpointed(hybrid_config(state_size=size)) for size in (64, 64 * 64))
+    calls = {
+        f"{name}, {size}": Call(partial(operation, cache))
+        for name, operation in OPERATIONS.items()
+        for size, cache in {"small": small, "large": large}.items()
+    }
+    times = in_turn(calls, rounds=1000)
+    seconds = medians(times)
+    measures = {}
+    for name in OPERATIONS:
+        first, second = f"{name}, small", f"{name}, large"
+        ratio = median_ratio(times[second], times[first])
+        measures[name] = [
+            Measure(f"{name}, 64 x state size", ratio, goal=1.1, seconds={k: seconds[k] for k in (first, second)}),
+            Measure(f"{name}, 64 layers, 256 sequences", seconds[first] * 1e6, "us", goal=100),
+        ]
+    return measures
+
+
+def fork() -> list[Measure]:
+    return _operations()["fork"]
+
+
+def restore() -> list[Measure]:
+    return _operations()["restore"]
+
+
+def remove() -> list[Measure]:
+    return _operations()["remove"]
+
+
+def _plan_steps(cache: rcache.Cache) -> tuple[rcache.Cache, jax.Array]:
+    """As many decode steps of `NUM_ROWS` sequences planned one by one."""
+    batch = rcache.make_batch(np.arange(NUM_ROWS), np.ones(NUM_ROWS, np.int32), 1)
+
+    def one(cache: rcache.Cache, _: None) -> tuple[rcache.Cache, jax.Array]:
+        cache, forward, status = rcache.start_forward(cache, batch)
+        return cache, jnp.sum(forward.write_slots) + jnp.sum(forward.pages[0].token_pages) + status
+
+    return lax.scan(one, cache, length=NUM_STEPS)
+
+
+def plan_scale() -> list[Measure]:
+    """Planning a decode step of eight rows, as the cache around them grows."""
+    sizes = {
+        "64 sequences, 1k pages": (64, 2**10),
+        "512 sequences": (512, 2**10),
+        "4096 sequences": (4096, 2**10),
+        "64k pages": (64, 2**16),
+        "1M pages": (64, 2**20),
+    }
+    calls = {}
+    for name, (num_sequences, num_pages) in sizes.items():
+        config = hybrid_config(4, num_sequences, num_pages, context_length=2048)  # room for 32 calls
+        calls[name] = carried(_plan_steps, rcache.init(config))
+    times = in_turn(calls, rounds=30)
+    first, *others = sizes
+    seconds = medians(times, NUM_STEPS)
+    return [Measure("plan_scale, a step", seconds[first] * 1e6, "us", compile_seconds=calls[first].compile_seconds)] + [
+        Measure(f"plan_scale, {name}", median_ratio(times[name], times[first]), goal=2.0, seconds={name: seconds[name]})
+        for name in others
+    ]
+
+
+def plan_operations() -> list[Measure]:
+    """Operations that the compiled plan of a decode step has, where nothing is short: each is a kernel elsewhere."""
+    config = hybrid_config()
+    batch = jax.eval_shape(lambda: rcache.make_batch(np.arange(NUM_ROWS), np.ones(NUM_ROWS, np.int32), 1))
+    step = jax.jit(rcache.start_forward, donate_argnums=0)
+    entry = step.lower(rcache.abstract(config), batch).compile().as_text().split("\nENTRY ")[1]
+    kinds = Counter(re.findall(r"^  (?:ROOT )?%\S+ = .*? ([a-z][\w-]*)\(", entry, re.MULTILINE))
+    free = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast")
+    return [
+        Measure("plan_operations, fusions", kinds["fusion"], ""),
+        Measure("plan_operations, all", sum(number for kind, number in kinds.items() if kind not in free), ""),
+    ]
+
+
+def capture() -> list[Measure]:
+    """Eight steps of a token, each of which leaves a checkpoint in every row, over eight that leave none."""
+    layers = (rcache.Layer({"state": rcache.State(bench_states.STATE)}),) * NUM_LAYERS
+
+    def call(policy: rcache.CheckpointPolicy) -> Call:
+        config = rcache.Config(layers, NUM_ROWS, 2**20, num_slots=4 * NUM_ROWS, checkpoints=policy)
+        tokens = jax.tree.map(lambda x: x[:8], bench_states.tokens())
+        return carried(partial(bench_states.decode_by_pass, bench_states.delta_update), rcache.init(config), tokens)
+
+    calls = {
+        "every token": call(rcache.CheckpointPolicy(count=2, min_position=0, interval=1)),
+        "none": call(rcache.CheckpointPolicy(count=2, min_position=2**20, interval=1)),
+    }
+    times = in_turn(calls, rounds=81)
+    ratio = median_ratio(times["every token"], times["none"])
+    return [Measure("capture", ratio, goal=1.05, seconds=medians(times, 8))]
