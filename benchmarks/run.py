@@ -18,6 +18,9 @@ from pathlib import Path
 import jax
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # tests
+import bench_planning
+import bench_reference
 import bench_states
 from measure import Measure, Unavailable
 
@@ -26,6 +29,13 @@ BENCHMARKS: dict[str, Callable[[], list[Measure]]] = {
     "decode_floor": bench_states.decode_floor,
     "decode_trivial": bench_states.decode_trivial,
     "memory": bench_states.memory,
+    "fork": bench_planning.fork,
+    "restore": bench_planning.restore,
+    "remove": bench_planning.remove,
+    "capture": bench_planning.capture,
+    "plan_scale": bench_planning.plan_scale,
+    "plan_operations": bench_planning.plan_operations,
+    "reference": bench_reference.reference,
 }
 
 
@@ -64,6 +74,11 @@ def main() -> None:
         "left_out": left_out,
     }
     print(json.dumps(results) if arguments.json else results["machine"])
+    if arguments.plots:
+        import plots  # needs matplotlib
+
+        plots.draw(measures, arguments.plots)
+        (arguments.plots / "results.json").write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":
