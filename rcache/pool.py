@@ -42,7 +42,7 @@ def rank(mask: jax.Array) -> jax.Array:
     return jnp.sum(mask[None, :] & jnp.tril(jnp.ones((n, n), bool), -1), axis=1, dtype=jnp.int32)
 
 
-_FEW = 256
+_FEW = 32
 """Up to so many elements, comparing all pairs is one operation where a prefix sum is a dozen, one for each bit."""
 
 
