@@ -115,8 +115,8 @@ def decode_dense(step: Step, states: tuple[jax.Array, ...], tokens: Token) -> tu
 
 
 @functools.cache
-def _times(step: Step) -> tuple[dict[str, list[float]], dict[str, Call]]:
-    """Seconds of `NUM_STEPS` steps of each way, and of as many copies of the active states."""
+def _calls(step: Step) -> dict[str, Call]:
+    """`NUM_STEPS` steps in each way, and as many copies of the active states."""
     dense = tuple(jnp.zeros((NUM_ROWS, *STATE), jnp.float32) for _ in range(NUM_LAYERS))
     source = np.ones((NUM_LAYERS, NUM_ROWS, *STATE), np.float32)  # zeros might be one page, mapped many times
     target = np.empty_like(source)
@@ -125,13 +125,12 @@ def _times(step: Step) -> tuple[dict[str, list[float]], dict[str, Call]]:
         for _ in range(NUM_STEPS):
             np.copyto(target, source)
 
-    calls = {
+    return {
         "run": _pooled(decode_by_run, step),
         "dense": carried(partial(decode_dense, step), dense, tokens()),
         "pass": _pooled(decode_by_pass, step),
         "copy": Call(copies),
     }
-    return in_turn(calls, rounds=41), calls
 
 
 def _pooled(decode: Callable, step: Step) -> Call:
@@ -139,13 +138,16 @@ def _pooled(decode: Callable, step: Step) -> Call:
 
 
 def _ratio(name: str, step: Step, first: str, second: str, goal: float | None = None) -> list[Measure]:
-    times, calls = _times(step)
+    calls = {way: _calls(step)[way] for way in (first, second)}
+    times = in_turn(
+        calls, rounds=41
+    )  # no third in between: what it leaves in the CPU's caches would favour one of them
     return [
         Measure(
             name,
             median_ratio(times[first], times[second]),
             goal=goal,
-            seconds={key: value for key, value in medians(times, NUM_STEPS).items() if key in (first, second)},
+            seconds=medians(times, NUM_STEPS),
             compile_seconds=calls[first].compile_seconds,
         )
     ]
