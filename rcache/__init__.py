@@ -23,6 +23,7 @@ from rcache.sequences import can_resume, copy_prefix, prepare_restore, remove, r
 from rcache.shift import RopeShift, no_shift
 from rcache.states import ensure_writable, read_state, update_state
 from rcache.status import CacheError, Status, raise_if_error
+from rcache.steps import step_state
 from rcache.table import Counters
 
 __version__ = "0.1.0"
@@ -73,5 +74,6 @@ __all__ = [
     "slots",
     "start_forward",
     "start_run",
+    "step_state",
     "update_state",
 ]

@@ -39,7 +39,7 @@ def read_state(
     """
     payload.check_plan(cache, forward)
     states = {}
-    for group, row in _groups_of(cache, layer, like):
+    for group, row in groups_of(cache, layer, like):
         if isinstance(cache, Run):
             states[group.name] = payload.layer_at(cache.states[group.key], row)
         else:
@@ -79,7 +79,7 @@ def update_state(
         raise ValueError(
             f"captured must be given exactly where the batch has captures: this one has {num_captures} a row"
         )
-    groups = _groups_of(cache, layer, like)
+    groups = groups_of(cache, layer, like)
     known = {group.name for group, _ in groups}
     for given in (states, captured or {}):
         if unknown := set(given) - known:
@@ -137,7 +137,7 @@ def _check(value: jax.Array, shape: tuple[int, ...], group: StateGroup, layer: i
         raise AssertionError(f"{what}, got {value.dtype}{list(value.shape)}: cast it to the config's dtype")
 
 
-def _groups_of(cache: Cache | Run, layer: int | jax.Array, like: int | None) -> list[tuple[StateGroup, payload.Row]]:
+def groups_of(cache: Cache | Run, layer: int | jax.Array, like: int | None) -> list[tuple[StateGroup, payload.Row]]:
     """The groups `layer` has states in, and its row in each."""
     config = cache.config
     having = [index for index, other in enumerate(config.layers) if other.states]

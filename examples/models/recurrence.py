@@ -75,25 +75,37 @@ def linear_attention(
     """
     if queries.shape[1] == 1:
         first = [None if x is None else x[:, 0] for x in (queries, keys, values, log_decay, beta)]
-        output, new = _step(*first, state)
+        output, new = step(state, *first)
         after = jnp.where((offsets > 0)[..., None, None, None], new[:, None], state[:, None])
         return output[:, None], after
     return _chunks(queries, keys, values, log_decay, beta, state, offsets, min(chunk_size, queries.shape[1]))
 
 
-def _step(
-    query: jax.Array, key: jax.Array, value: jax.Array, log_decay: jax.Array, beta: jax.Array | None, state: jax.Array
+def step(
+    state: jax.Array,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array | None = None,
+    *,
+    in_kernel: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """One token.
+    """One token of `linear_attention`: from the state f32[..., H, K, V] to the output f32[..., H, V] and the new state.
 
     What key and query read is read off the old state, in one product of matrices: the state is read once for both, and
-    once more where it is written.
+    once more where it is written. `in_kernel`: in sums, since a kernel holds the state in registers anyway, and on GPUs
+    has no products of so few rows.
     """
-    decay = jnp.exp(log_decay)[..., None]  # [B, H, 1]
-    vectors = query[..., None, :] if beta is None else jnp.stack([query, key], axis=-2)
-    reads = decay[..., None] * einsum("bhrk,bhkv->bhrv", vectors, state)
-    written = value if beta is None else beta[..., None] * (value - reads[..., 1, :])
-    output = reads[..., 0, :] + jnp.sum(key * query, axis=-1, keepdims=True) * written
+    decay = jnp.exp(log_decay)[..., None]  # [..., H, 1]
+    vectors = [query] if beta is None else [query, key]
+    if in_kernel:
+        reads = [jnp.sum(vector[..., None] * state, axis=-2) for vector in vectors]
+    else:
+        product = einsum("...rk,...kv->...rv", jnp.stack(vectors, axis=-2), state)
+        reads = [product[..., r, :] for r in range(len(vectors))]
+    written = value if beta is None else beta[..., None] * (value - decay * reads[1])
+    output = decay * reads[0] + jnp.sum(key * query, axis=-1, keepdims=True) * written
     return output, decay[..., None] * state + key[..., None] * written[..., None, :]
 
 
