@@ -45,13 +45,20 @@ def empty(shape: tuple[int, ...], num_checkpoints: int, window_pages: tuple[int,
     )
 
 
+def before(length: jax.Array, checkpoints: Checkpoints) -> Checkpoints:
+    """Only the checkpoints of one sequence within its first `length` i32[] tokens. They ascend: none has to move."""
+    return _where(checkpoints.positions < length, checkpoints)
+
+
 def select(keep: jax.Array, checkpoints: Checkpoints) -> Checkpoints:
     """Only the checkpoints of one sequence where `keep` bool[K], moved up to close the gaps."""
     order = jnp.argsort(~keep, stable=True)
+    return jax.tree.map(lambda values: values[order], _where(keep, checkpoints))
 
+
+def _where(keep: jax.Array, checkpoints: Checkpoints) -> Checkpoints:
     def pick(values: jax.Array, none: int) -> jax.Array:
-        values = jnp.where(keep.reshape(keep.shape + (1,) * (values.ndim - 1)), values, jnp.int32(none))
-        return values[order]
+        return jnp.where(keep.reshape(keep.shape + (1,) * (values.ndim - 1)), values, jnp.int32(none))
 
     return Checkpoints(
         positions=pick(checkpoints.positions, NONE),

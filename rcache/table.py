@@ -122,7 +122,7 @@ def prefix(config: Config, value: SequenceValue, length: jax.Array) -> SequenceV
         slot = jnp.where(whole, slot, jnp.where(found, checkpoints.slots[index], jnp.int32(NONE)))
         approximate = jnp.where(whole, approximate, found & (flags & ckpt.APPROXIMATE != 0))
         window_pages = tuple(pages[index] for pages in checkpoints.pages)
-        checkpoints = ckpt.select((checkpoints.positions >= 0) & (checkpoints.positions < length), checkpoints)
+        checkpoints = ckpt.before(length, checkpoints)
     empty = length == 0
     rows, firsts = [], []
     logical = jnp.arange(config.pages_per_sequence, dtype=jnp.int32)
