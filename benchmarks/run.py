@@ -18,6 +18,7 @@ from pathlib import Path
 import jax
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+import bench_models
 import bench_states
 from measure import Measure, Unavailable
 
@@ -26,6 +27,7 @@ BENCHMARKS: dict[str, Callable[[], list[Measure]]] = {
     "decode_floor": bench_states.decode_floor,
     "decode_trivial": bench_states.decode_trivial,
     "memory": bench_states.memory,
+    "decode_model": bench_models.decode_model,
 }
 
 
