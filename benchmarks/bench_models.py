@@ -33,7 +33,7 @@ class Dense(struct.PyTreeNode):
     """What a hand-written decoder keeps: plain arrays for each layer, no row of them padding."""
 
     states: tuple[dict[str, jax.Array], ...]  # of each layer, by name [B, *shape]
-    keys: tuple[jax.Array | None, ...]  # of each layer [B, X, H, D]
+    keys: tuple[jax.Array | None, ...]  # of each layer [B, H, X, D]: heads outside are fastest
     values: tuple[jax.Array | None, ...]
 
 
@@ -50,7 +50,8 @@ def update_state(
 def put(dense: Dense, forward: WholePass, layer: int, keys: jax.Array, values: jax.Array) -> Dense:
     def written(held: jax.Array, new: jax.Array) -> jax.Array:
         rows = jnp.arange(new.shape[0], dtype=jnp.int32)
-        return held.at[rows, forward.positions[:, 0]].set(new[:, 0], mode="promise_in_bounds", unique_indices=True)
+        columns = forward.positions[:, 0]
+        return held.at[rows, :, columns].set(new[:, 0], mode="promise_in_bounds", unique_indices=True)
 
     return dense.replace(
         keys=_with(dense.keys, layer, written(dense.keys[layer], keys)),
@@ -59,9 +60,8 @@ def put(dense: Dense, forward: WholePass, layer: int, keys: jax.Array, values: j
 
 
 def get(dense: Dense, forward: WholePass, layer: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    keys = dense.keys[layer]
-    mask = jnp.arange(keys.shape[1], dtype=jnp.int32) <= forward.positions[:, :, None]
-    return keys, dense.values[layer], mask
+    keys, values = dense.keys[layer].swapaxes(1, 2), dense.values[layer].swapaxes(1, 2)
+    return keys, values, jnp.arange(keys.shape[1], dtype=jnp.int32) <= forward.positions[:, :, None]
 
 
 def _with(layers: tuple, layer: int, new: Any) -> tuple:
@@ -147,7 +147,10 @@ def dense_of(cache: rcache.Cache) -> Dense:
     run, _ = rcache.start_run(cache, batch, context=CONTEXT)
     forward = rcache.run_token(run, 0)
     layers = list(enumerate(cache.config.layers))
-    kept = [rcache.get(run, forward, i)[:2] if layer.attention else (None, None) for i, layer in layers]
+    kept = [
+        tuple(held.swapaxes(1, 2) for held in rcache.get(run, forward, i)[:2]) if layer.attention else (None, None)
+        for i, layer in layers
+    ]
     states = tuple(rcache.read_state(run, forward, i) if layer.states else {} for i, layer in layers)
     return Dense(states, *zip(*kept, strict=True))
 
