@@ -20,6 +20,7 @@ import jax
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import bench_models
 import bench_states
+import bench_versus
 from measure import Measure, Unavailable
 
 BENCHMARKS: dict[str, Callable[[], list[Measure]]] = {
@@ -28,6 +29,7 @@ BENCHMARKS: dict[str, Callable[[], list[Measure]]] = {
     "decode_trivial": bench_states.decode_trivial,
     "memory": bench_states.memory,
     "decode_model": bench_models.decode_model,
+    "versus": bench_versus.versus,
 }
 
 
