@@ -1,8 +1,9 @@
-"""Whole models: a decode step beside one over plain arrays."""
+"""Whole models: a decode step beside one over plain arrays, and what prompts of any length compile."""
 
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +22,7 @@ from measure import Call, Measure, carried, in_turn, median_ratio, medians
 import decoding
 import models
 import rcache
+from generate import BUCKETS, compile_clock
 from models import LanguageModel, attention, mixers
 from models.passes import WholePass
 
@@ -195,4 +197,45 @@ def decode_model() -> list[Measure]:
             compile_seconds=calls[way].compile_seconds,
         )
         for name, way, goal in (("decode_model", "run", 1.15), ("decode_model, by pass", "pass", None))
+    ]
+
+
+def prefill() -> list[Measure]:
+    """Prompts of many lengths, and answers to them, once every bucket was used: nothing more is compiled."""
+    model = models.load(WONDERLAND)
+    split = decoding.split(model)
+    random = np.random.default_rng(0)
+    longest, num_new = 2 * BUCKETS[-1], 32
+    held = [cache_for(model, NUM_ROWS, longest + num_new, max_pass_tokens=BUCKETS[-1])]
+
+    def answer(lengths: np.ndarray) -> None:
+        prompts = prompts_of(model.config.vocab_size, lengths)
+        sequences = random.permutation(NUM_ROWS)[: len(prompts)]
+        cache, logits, status = decoding.prefill(
+            split, rcache.reset(held[0]), prompts, sequences, num_rows=NUM_ROWS, buckets=BUCKETS
+        )
+        rcache.raise_if_error(status)
+        padded = np.full(NUM_ROWS, -1, np.int32)
+        padded[: len(prompts)] = sequences
+        held[0], generated, status = decoding.generate(
+            split, cache, jnp.asarray(padded), logits, max_new_tokens=num_new
+        )
+        rcache.raise_if_error(status)
+        jax.block_until_ready(generated)
+
+    before = decoding.num_compiled()
+    with compile_clock() as compiled:
+        for bucket in BUCKETS:
+            answer(np.array([bucket]))
+        warm, compile_seconds = decoding.num_compiled(), compiled()
+    num_tokens, start = 0, time.perf_counter()
+    for _ in range(40):
+        lengths = random.integers(1, longest, size=random.integers(1, NUM_ROWS + 1), endpoint=True)
+        answer(lengths)
+        num_tokens += int(lengths.sum()) + num_new * len(lengths)
+    taken = time.perf_counter() - start
+    return [
+        Measure("prefill, compiled at first", warm - before, "programs", compile_seconds=compile_seconds),
+        Measure("prefill, compiled later", decoding.num_compiled() - warm, "programs", goal=0),
+        Measure("prefill, tokens run and answered", num_tokens / taken, "a second"),
     ]

@@ -29,6 +29,7 @@ BENCHMARKS: dict[str, Callable[[], list[Measure]]] = {
     "decode_trivial": bench_states.decode_trivial,
     "memory": bench_states.memory,
     "decode_model": bench_models.decode_model,
+    "prefill": bench_models.prefill,
     "versus": bench_versus.versus,
 }
 
