@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 import warnings
 from collections.abc import Callable
@@ -25,8 +24,8 @@ FAMILIES = ("lfm2", "qwen3_next", "qwen3_5", "nemotron_h", "granitemoehybrid", "
 NUM_ROWS = 8
 PREFILL = 512  # all these checkpoints have a context of 512 or more
 PROMPT, NEW = 64, 64  # tokens decoding begins behind, and those it adds
-PAUSE = 0.05  # seconds for the threads of one side to stop waiting for work before the other is timed
 ROUNDS = 9
+NUM_THREADS = 2  # at most, on either side
 
 Timed = tuple[float, np.ndarray]  # seconds, and the tokens chosen: [B, any number]
 
@@ -67,11 +66,9 @@ def _versus(family: str) -> list[Measure]:
         sides = {"here": getattr(here, kind), "there": getattr(there, kind)}
         times: dict[str, list[float]] = {name: [] for name in sides}
         tokens = {}
-        for side in sides.values():
-            side()
         for _ in range(ROUNDS):
             for name, side in sides.items():
-                time.sleep(PAUSE)
+                side()  # does not count: the other side's threads wait for work a while longer
                 taken, tokens[name] = side()
                 times[name].append(taken)
         differing = int(np.sum(np.any(tokens["here"] != tokens["there"], axis=1)))
@@ -152,10 +149,16 @@ def _there(folder: Path, prompts: np.ndarray) -> Side:
             tokens.append(run(tokens[-1], cache))
         return time.perf_counter() - start, torch.cat(tokens, dim=1).numpy()
 
-    def seconds(num_threads: int) -> float:
-        torch.set_num_threads(num_threads)
-        return min(decode()[0] for _ in range(3))
+    return Side(_with_best_threads(prefill), _with_best_threads(decode))
 
-    # Its operations are small: a second thread may help or not.
-    torch.set_num_threads(min(range(1, 1 + min(2, os.cpu_count() or 1)), key=seconds))
-    return Side(prefill, decode)
+
+def _with_best_threads(call: Callable[[], Timed]) -> Callable[[], Timed]:
+    """With as many threads as are fastest: operations may be too small for a second one to help."""
+    import torch
+
+    def with_threads(number: int) -> Timed:
+        torch.set_num_threads(number)
+        return call()
+
+    best = min(range(1, NUM_THREADS + 1), key=lambda number: min(with_threads(number)[0] for _ in range(4)))
+    return lambda: with_threads(best)
