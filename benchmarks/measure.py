@@ -22,6 +22,7 @@ class Measure:
     at_least: bool = False  # the goal is a lower bound; else an upper one
     seconds: dict[str, float] = field(default_factory=dict)  # what was timed, a median each
     compile_seconds: float | None = None
+    note: str = ""
 
     @property
     def met(self) -> bool | None:
@@ -34,7 +35,8 @@ class Measure:
         goal = "" if self.goal is None else f"goal {'>=' if self.at_least else '<='} {self.goal:g}"
         compiled = "" if self.compile_seconds is None else f"compiled in {self.compile_seconds:.1f} s"
         verdict = "not met" if self.met is False else ""
-        return f"{self.name:<34} {self.value:>10.2f} {self.unit:<8} {goal:<14} {verdict:<8} {compiled}".rstrip()
+        line = f"{self.name:<34} {self.value:>10.2f} {self.unit:<8} {goal:<14} {verdict:<8} {compiled} {self.note}"
+        return line.rstrip()
 
 
 class Unavailable(Exception):

@@ -19,9 +19,11 @@ import jax
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # tests
+import bench_models
 import bench_planning
 import bench_reference
 import bench_states
+import bench_versus
 from measure import Measure, Unavailable
 
 BENCHMARKS: dict[str, Callable[[], list[Measure]]] = {
@@ -29,12 +31,15 @@ BENCHMARKS: dict[str, Callable[[], list[Measure]]] = {
     "decode_floor": bench_states.decode_floor,
     "decode_trivial": bench_states.decode_trivial,
     "memory": bench_states.memory,
+    "decode_model": bench_models.decode_model,
     "fork": bench_planning.fork,
     "restore": bench_planning.restore,
     "remove": bench_planning.remove,
     "capture": bench_planning.capture,
     "plan_scale": bench_planning.plan_scale,
     "plan_operations": bench_planning.plan_operations,
+    "prefill": bench_models.prefill,
+    "versus": bench_versus.versus,
     "reference": bench_reference.reference,
 }
 

@@ -54,7 +54,7 @@ def put(
         _check(new, (*heads, size), attention.dtype, what, layer)
         if isinstance(cache, Run):
             column = forward.starts - plan.context_start
-            stored.append(payload.append_rows(held, row, column, forward.lengths > 0, new[:, 0]))
+            stored.append(payload.append_token(held, row, column, forward.lengths > 0, new[:, 0]))
             continue
         assert isinstance(held, jax.Array)
         stored.append(payload.write_pages(payload.copy_pages(held, row, plan), row, plan, forward.positions, new))
@@ -90,6 +90,8 @@ def get(
     else:
         keys = payload.read_pages(cache.keys[group.key], row, plan, kept)
         values = payload.read_pages(cache.values[group.key], row, plan, kept)
+    # Heads are outside, as products of matrices want them: a caller who moves them there moves nothing.
+    keys, values = keys.swapaxes(1, 2), values.swapaxes(1, 2)
     return keys, values, _mask(forward, cache.config.page_groups[group.page_group], positions, kept)
 
 

@@ -110,12 +110,12 @@ def replace_rows(rows: jax.Array, active: jax.Array, values: jax.Array) -> jax.A
     return jnp.where(active.reshape(-1, *(1,) * (values.ndim - 1)), values, rows)
 
 
-def append_rows(held: Layers, row: Row, columns: jax.Array, active: jax.Array, values: jax.Array) -> Layers:
-    """What a run holds, `[B, X, ...]` a layer, with `values` [B, ...] at `[b, columns[b]]` where `active` bool[B]."""
+def append_token(held: Layers, row: Row, columns: jax.Array, active: jax.Array, values: jax.Array) -> Layers:
+    """What a run holds, `[B, H, X, D]` a layer, with `values` [B, H, D] at `[b, :, columns[b]]` if `active` bool[B]."""
     rows = jnp.where(active, jnp.arange(values.shape[0], dtype=jnp.int32), jnp.int32(NONE))
     if isinstance(held, tuple):
-        return with_layer(held, row, store(layer_at(held, row), (rows, columns), values))
-    return store(held, (jnp.int32(row), rows, columns), values)
+        return with_layer(held, row, store(layer_at(held, row), (rows, slice(None), columns), values))
+    return store(held, (jnp.int32(row), rows, slice(None), columns), values)
 
 
 def write_tokens(buffer: jax.Array, row: Row, pages: jax.Array, offsets: jax.Array, values: jax.Array) -> jax.Array:
@@ -133,12 +133,11 @@ def context(forward: Forward, plan: PagePlan) -> tuple[jax.Array, jax.Array]:
 
 
 def read_pages(buffer: jax.Array, row: Row, plan: PagePlan, kept: jax.Array) -> jax.Array:
-    """The context `[B, X, H, D]` out of `buffer` [H, L, P, page_size, D]; zero where not `kept` bool[B, X]."""
-    num_heads, _, _, page_size, size = buffer.shape
-    num_rows, num_pages = plan.context_pages.shape
-    pages = buffer[:, jnp.int32(row), jnp.maximum(plan.context_pages, 0)]  # [H, B, X / page_size, page_size, D]
-    tokens = pages.reshape(num_heads, num_rows, num_pages * page_size, size).transpose(1, 2, 0, 3)
-    return jnp.where(kept[:, :, None, None], tokens, jnp.zeros((), buffer.dtype))
+    """The context `[B, H, X, D]` out of `buffer` [H, L, P, page_size, D]; zero where not `kept` bool[B, X]."""
+    read = jax.vmap(lambda pages: buffer[:, jnp.int32(row), pages])  # rows outside of heads, in the gather itself
+    pages = read(jnp.maximum(plan.context_pages, 0))  # [B, H, X / page_size, page_size, D]
+    tokens = pages.reshape(*pages.shape[:2], -1, pages.shape[-1])
+    return jnp.where(kept[:, None, :, None], tokens, jnp.zeros((), buffer.dtype))
 
 
 def copy_pages(buffer: jax.Array, row: Row, plan: PagePlan) -> jax.Array:

@@ -36,8 +36,8 @@ class Run(struct.PyTreeNode):
     cache: Cache  # slots and pages are taken, shared pages copied; lengths and checkpoints are those before the run
     plan: Forward  # of all its tokens
     states: dict[str, Layers]  # [B, *shape] of each layer of a state group
-    keys: dict[str, Layers]  # [B, X, H, D] of each layer of an attention group: what its queries may see
-    values: dict[str, Layers]  # [B, X, H, Dv]
+    keys: dict[str, Layers]  # [B, H, X, D] of each layer of an attention group: what its queries may see
+    values: dict[str, Layers]  # [B, H, X, Dv]
 
     @property
     def config(self) -> Config:
@@ -161,10 +161,10 @@ def finish_run(run: Run, lengths: jax.Array | None = None) -> Cache:
 
 
 def _write_tokens(buffer: jax.Array, row: Row, values: jax.Array, pages: PagePlan, positions: jax.Array) -> jax.Array:
-    """The tokens at `positions` i32[B, T] out of `values` [B, X, H, D] to their pages."""
+    """The tokens at `positions` i32[B, T] out of `values` [B, H, X, D] to their pages."""
     columns = jnp.maximum(positions - pages.context_start[:, None], 0)
-    tokens = jnp.take_along_axis(values, columns[:, :, None, None], axis=1)
-    return payload.write_pages(buffer, row, pages, positions, tokens)
+    tokens = jnp.take_along_axis(values, columns[:, None, :, None], axis=2)
+    return payload.write_pages(buffer, row, pages, positions, tokens.swapaxes(1, 2))
 
 
 def _copy_pages(row: jax.Array, buffer: jax.Array, pages: PagePlan) -> jax.Array:

@@ -7,11 +7,14 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 import rcache
-from models.layers import Linear, einsum
+from models.layers import FEW_ROWS, Linear, einsum
 from models.passes import Pass
 from models.rope import Rope
+
+QUERY_BLOCK = 128  # queries that run at a time
 
 
 class Attention(nnx.Module):
@@ -93,11 +96,35 @@ def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Arr
     """Softmax attention of `queries` f32[B, T, H * G, D] to `keys` f32[B, X, H, D] where `mask` bool[B, T, X].
 
     Query heads `h * G .. h * G + G - 1` share key head `h`. Returns f32[B, T, H * G, Dv].
+
+    Many queries run in blocks, so that no more than a block's scores are there at a time, and stay near the processor.
     """
     num_rows, num_tokens, num_heads, head_dim = queries.shape
     grouped = queries.reshape(num_rows, num_tokens, keys.shape[2], num_heads // keys.shape[2], head_dim)
-    scores = einsum("bthgd,bxhd->bhgtx", grouped, keys) * scale
+    if num_tokens * grouped.shape[3] <= FEW_ROWS:
+        # Keys on the left: so the product reads them as they are. To turn them around takes longer than to multiply
+        # them by few queries.
+        scores = jnp.moveaxis(einsum("bxhd,bthgd->bhxtg", keys, grouped) * scale, (2, 4), (4, 2))
+        attended = _weighted(scores, values, mask)
+        return jnp.moveaxis(attended, 3, 1).reshape(num_rows, num_tokens, num_heads, -1)
+    size = min(QUERY_BLOCK, num_tokens)
+
+    def blocks(x: jax.Array) -> jax.Array:
+        """[B, T, ...] to [N, B, size, ...]."""
+        x = jnp.pad(x, [(0, 0), (0, -num_tokens % size)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(num_rows, -1, size, *x.shape[2:]), 1, 0)
+
+    def attend_block(block: tuple[jax.Array, jax.Array]) -> jax.Array:
+        queries, mask = block  # queries are turned first, which is cheaper than to turn the scores
+        return _weighted(einsum("bhgtd,bxhd->bhgtx", jnp.moveaxis(queries, 1, 3), keys), values, mask)
+
+    attended = lax.map(attend_block, (blocks(grouped * scale), blocks(mask)))  # [N, B, H, G, size, Dv]
+    attended = jnp.moveaxis(attended, (0, 4), (1, 2))
+    return attended.reshape(num_rows, -1, num_heads, attended.shape[-1])[:, :num_tokens]
+
+
+def _weighted(scores: jax.Array, values: jax.Array, mask: jax.Array) -> jax.Array:
+    """The mean f32[B, H, G, T, Dv] of values [B, X, H, Dv] by scores [B, H, G, T, X] where `mask` bool[B, T, X]."""
     lowest = jnp.finfo(scores.dtype).min
     weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, lowest), axis=-1)
-    attended = einsum("bhgtx,bxhd->bthgd", weights, values)
-    return attended.reshape(num_rows, num_tokens, num_heads, -1)
+    return einsum("bhgtx,bxhd->bhgtd", weights, values)

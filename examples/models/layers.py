@@ -16,11 +16,24 @@ from jax import lax
 
 einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)  # float32 proper, on accelerators too
 
+FEW_ROWS = 32  # of a product with a weight: those of a decode step, not those of a prompt
+
 Activation = Callable[[jax.Array], jax.Array]
 
+
+def silu(x: jax.Array) -> jax.Array:
+    """`x * sigmoid(x)`.
+
+    The division comes last on purpose. XLA computes one once and keeps its result; what ends in a product it computes
+    anew wherever it is used, so that a step of the delta rule ran the convolution before it again for each element of
+    the state. (The exponential is held where it and its derivative are finite.)
+    """
+    return x / (1 + jnp.exp(-jnp.maximum(x, -80)))
+
+
 ACTIVATIONS: dict[str, Activation] = {
-    "silu": jax.nn.silu,
-    "swish": jax.nn.silu,
+    "silu": silu,
+    "swish": silu,
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_new": partial(jax.nn.gelu, approximate=True),
     "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
@@ -43,6 +56,17 @@ def parameter(*shape: int) -> nnx.Param:
     return nnx.Param(jnp.zeros(shape, jnp.float32))
 
 
+def product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """`x @ weight.T`: f32[..., in] and f32[out, in] to f32[..., out]."""
+    rows = x.reshape(-1, x.shape[-1])
+    if rows.shape[0] > FEW_ROWS:
+        return einsum("...i,oi->...o", x, weight)
+    # On CPU the right operand is put into another order first. With few rows that takes as long as the product, so the
+    # weight is the left one; the barrier keeps the compiler from exchanging the two.
+    columns = lax.optimization_barrier(einsum("oi,ri->or", weight, rows))
+    return columns.T.reshape(*x.shape[:-1], -1)
+
+
 class Linear(nnx.Module):
     """`x @ weight.T + bias`: f32[..., in] to f32[..., out]."""
 
@@ -52,7 +76,7 @@ class Linear(nnx.Module):
             self.bias = parameter(out_features)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = einsum("...i,oi->...o", x, self.weight[...])
+        y = product(x, self.weight[...])
         return y + self.bias[...] if hasattr(self, "bias") else y
 
 
@@ -68,7 +92,7 @@ class Embedding(nnx.Module):
 
     def attend(self, x: jax.Array) -> jax.Array:
         """f32[..., D] to logits f32[..., V]."""
-        return einsum("...i,oi->...o", x, self.weight[...])
+        return product(x, self.weight[...])
 
 
 class RMSNorm(nnx.Module):

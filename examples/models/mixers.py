@@ -44,6 +44,8 @@ class RecurrentMixer(nnx.Module):
     ) -> tuple[jax.Array, rcache.Cache | None]:
         """f32[B, T, D] to the same shape, and the cache with the states after the pass and those it was asked for."""
         offsets = jnp.concatenate([forward.lengths[:, None], forward.capture_offsets], axis=1)
+        if x.shape[1] == 1:  # a row without this token writes no state: there is nothing to choose from
+            offsets = jnp.ones_like(offsets)
         if cache is None or not self.states():
             states = {name: jnp.zeros((x.shape[0], *state.shape), x.dtype) for name, state in self.states().items()}
             return self.mix(x, forward.positions, states, offsets)[0], cache
