@@ -50,29 +50,49 @@ def _checkpointed(config: rcache.Config) -> rcache.Cache:
     return cache
 
 
-OPERATIONS: dict[str, Callable[[rcache.Cache], Any]] = {
-    "fork": lambda cache: rcache.copy_prefix(cache, 0, 1, 32)[0].table,
-    "restore": lambda cache: rcache.remove(cache, 0, 32)[0].table,
-    "remove": lambda cache: rcache.remove(cache, 0, 0)[0].table,
+OPERATIONS: dict[str, Callable[[rcache.Cache], rcache.Cache]] = {
+    "fork": lambda cache: rcache.copy_prefix(cache, 0, 1, 32)[0],
+    "restore": lambda cache: rcache.remove(cache, 0, 32)[0],
+    "remove": lambda cache: rcache.remove(cache, 0, 0)[0],
 }
+NUM_CALLS = 32
+
+
+def _in_a_row(operation: Callable[[rcache.Cache], rcache.Cache], cache: rcache.Cache) -> Any:
+    """Calls that each take what the one before returned."""
+    for _ in range(NUM_CALLS):
+        cache = operation(cache)
+    return cache.table
 
 
 @functools.cache
 def _operations() -> dict[str, list[Measure]]:
-    """Of each operation, its time at 64 times the state size over that at the small one, and in microseconds."""
+    """Of each operation, its time at 64 times the state size over that at the small one, and in microseconds.
+
+    In a row, as one calls them between steps: a call returns before it is done. And each waited for, which takes two
+    threads waking each other up.
+    """
     small, large = (_checkpointed(hybrid_config(state_size=size)) for size in (64, 64 * 64))
     measures = {}
     for name, operation in OPERATIONS.items():
-        calls = {"small": Call(partial(operation, small)), "large": Call(partial(operation, large))}
-        times = in_turn(calls, rounds=1000)
-        seconds = medians(times)
+        calls = {
+            size: Call(partial(_in_a_row, operation, cache)) for size, cache in (("small", small), ("large", large))
+        }
+        times = in_turn(calls, rounds=100)
+        seconds = medians(times, NUM_CALLS)
+        alone = medians(in_turn({"alone": Call(partial(_alone, operation, small))}, rounds=1000))["alone"]
         measures[name] = [
             Measure(
                 f"{name}, 64 x state size", median_ratio(times["large"], times["small"]), goal=1.1, seconds=seconds
             ),
             Measure(f"{name}, 64 layers, 256 sequences", seconds["small"] * 1e6, "us", goal=100),
+            Measure(f"{name}, each waited for", alone * 1e6, "us"),
         ]
     return measures
+
+
+def _alone(operation: Callable[[rcache.Cache], rcache.Cache], cache: rcache.Cache) -> Any:
+    return operation(cache).table
 
 
 def fork() -> list[Measure]:
