@@ -90,7 +90,7 @@ def _take(
     victim_slots = jnp.where(full & wanted, _at(kept.slots, victim), jnp.int32(NONE))
     taken = wanted
     if end_slots is None:
-        needs_another = wanted & (look_up(slot_pool.ref_count, victim_slots, 0) != 1)
+        needs_another = wanted & (pools.holders(slot_pool, victim_slots, 0) != 1)
         taken = wanted & (~needs_another | (pools.rank(needs_another) < slot_pool.num_free))
     dropped = jnp.where(full & taken, victim, jnp.int32(NONE))
     left = jnp.where(taken, victim_slots, jnp.int32(NONE))

@@ -187,7 +187,7 @@ def rewrite(
     rewritten = (logical >= begin // page_size) & (logical < num_pages(length, page_size))
     rewritten &= (logical + 1) * page_size > first
     untouched = (logical < begin // page_size) & ((logical + 1) * page_size > first)
-    holders = look_up(table.pool.ref_count, row, 0)
+    holders = pools.holders(table.pool, row, 0)
     takes = rewritten & (holders != 1)
     stays = untouched | (rewritten & ~takes)
     pool = pools.release(table.pool, jnp.where(stays, jnp.int32(NONE), row), unique=True)

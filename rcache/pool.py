@@ -14,24 +14,39 @@ from rcache.indexing import NONE, add, look_up, store
 
 
 class Pool(struct.PyTreeNode):
-    """`C` ids. Those in `free[:num_free]` have no holder; the rest of `free` means nothing."""
+    """`C` ids. Those in `free[:num_free]` have no holder; the rest of `free` means nothing.
 
-    ref_count: jax.Array  # i32[C]
-    free: jax.Array  # i32[C]
+    Two are one array: a compiled call takes, copies and returns arrays one by one, however small they are. The third is
+    not: what is asked all over the place must not stand where things are changed in place, or all is copied to be safe.
+    """
+
+    numbers: jax.Array  # i32[2 C]: `ref_count` and `free`
     num_free: jax.Array  # i32[]
 
     @property
     def capacity(self) -> int:
-        return self.ref_count.shape[0]
+        return self.numbers.shape[0] // 2
+
+    @property
+    def ref_count(self) -> jax.Array:
+        """i32[C]"""
+        return self.numbers[: self.capacity]
+
+    @property
+    def free(self) -> jax.Array:
+        """i32[C]"""
+        return self.numbers[self.capacity :]
 
 
 def init(capacity: int) -> Pool:
     """A pool with every id free; they are handed out from 0 upwards."""
-    return Pool(
-        ref_count=jnp.zeros(capacity, jnp.int32),
-        free=jnp.arange(capacity - 1, -1, -1, dtype=jnp.int32),
-        num_free=jnp.array(capacity, jnp.int32),
-    )
+    ref_count, free = jnp.zeros(capacity, jnp.int32), jnp.arange(capacity - 1, -1, -1, dtype=jnp.int32)
+    return Pool(jnp.concatenate([ref_count, free]), jnp.array(capacity, jnp.int32))
+
+
+def holders(pool: Pool, ids: jax.Array, filler: int) -> jax.Array:
+    """How many each of `ids` i32[...] has: i32[...]; `filler` for NONE."""
+    return look_up(pool.numbers, ids, filler)
 
 
 def rank(mask: jax.Array) -> jax.Array:
@@ -73,20 +88,21 @@ def exchange(
     Returns:
       The pool, and the ids taken: i32[n], NONE where none is wanted.
     """
-    ids, num_free = jnp.zeros(0, jnp.int32), pool.num_free
+    ids, num_free, stack = jnp.zeros(0, jnp.int32), pool.num_free, pool.capacity
     if wanted is not None:
-        ids = look_up(pool.free, jnp.where(wanted, num_free - 1 - rank(wanted), jnp.int32(NONE)), NONE)
+        top = jnp.where(wanted, stack + num_free - 1 - rank(wanted), jnp.int32(NONE))
+        ids = look_up(pool.numbers, top, NONE)
         num_free -= jnp.sum(wanted, dtype=jnp.int32)
     more = ids if shared is None else jnp.concatenate([ids, shared])
     steps = np.repeat(np.array([1, -1], np.int32), [more.shape[0], left.shape[0]])
-    ref_count = add(pool.ref_count, jnp.concatenate([more, left]), steps)
+    pool = Pool(add(pool.numbers, jnp.concatenate([more, left]), steps), num_free)
     if left.shape[0] == 0:
-        return Pool(ref_count, pool.free, num_free), ids
-    freed = look_up(ref_count, left, 1) == 0
+        return pool, ids
+    freed = holders(pool, left, 1) == 0
     if not unique:
         freed &= first_occurrence(left)
-    free = store(pool.free, jnp.where(freed, num_free + rank(freed), jnp.int32(NONE)), left)
-    return Pool(ref_count, free, num_free + jnp.sum(freed, dtype=jnp.int32)), ids
+    top = jnp.where(freed, stack + num_free + rank(freed), jnp.int32(NONE))
+    return Pool(store(pool.numbers, top, left), num_free + jnp.sum(freed, dtype=jnp.int32)), ids
 
 
 def allocate(pool: Pool, wanted: jax.Array) -> tuple[Pool, jax.Array]:
@@ -117,5 +133,4 @@ def must_leave(pool: Pool, ids: jax.Array) -> jax.Array:
     same = ids[:, None] == ids[None, :]
     holders_here = jnp.sum(same, axis=1, dtype=jnp.int32)
     is_last = ~jnp.any(same & jnp.triu(jnp.ones((n, n), bool), 1), axis=1)
-    holders = look_up(pool.ref_count, ids, 0)
-    return (ids >= 0) & ~(is_last & (holders == holders_here))
+    return (ids >= 0) & ~(is_last & (holders(pool, ids, 0) == holders_here))
