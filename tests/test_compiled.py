@@ -198,3 +198,21 @@ def test_a_long_session_compiles_nothing_new():
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     assert not compilations
+
+
+def test_planning_copies_no_page_pool():
+    """In a loop, plans take pages and let them go in place; what they need besides does not grow with the pool."""
+    layers = (rcache.Layer({"sum": rcache.State((2,))}), rcache.Layer(attention=rcache.Attention(1, 2)))
+
+    def plan(cache):
+        def one(cache, _):
+            cache, forward, status = rcache.start_forward(cache, rcache.make_batch([0, 1], [1, 1], 1))
+            return cache, (forward.pages[0].token_pages, forward.write_slots, status)
+
+        return jax.lax.scan(one, cache, length=8)
+
+    def temporaries(num_pages):
+        config = rcache.Config(layers, 4, CONTEXT, num_slots=8, num_pages=num_pages)
+        return rcache.reserve(plan, rcache.abstract(config))[1].temporaries
+
+    assert temporaries(2**16) - temporaries(2**8) < 2**16
