@@ -49,9 +49,11 @@ DECODE = (NUM_SEQUENCES, 1, 0)
 THREE_ROWS = (3, 20, 0)
 ONE_ROW = (1, CONTEXT, 0)
 
-TOLERANCE = 1e-4  # as in verify.py: of a logit, and of a state, key or value as a part of the largest one
+TOLERANCE = 1e-4  # as in verify.py: of a logit
+# Of a state, key or value as a part of the largest one. Up to 1.0e-4 was seen, in keys of Qwen3-Next.
+TOLERANCE_OF_MEMORY = 3e-4
 # These two normalise what nearly cancels out: now and then a token's logits are that far off from those in float64 even
-# in one pass (up to 7e-4 in 40 texts of 40 tokens). States, keys and values are not.
+# in one pass (up to 7e-4 in 40 texts of 40 tokens).
 TOLERANCE_OF_LOGITS = {"qwen3_5": 2e-3, "qwen3_next": 2e-3}
 
 Leaves = dict[tuple[int, str], np.ndarray]  # by layer and name
@@ -408,7 +410,7 @@ class Lineage:
 
 def close(what: str, got: np.ndarray, expected: np.ndarray) -> None:
     error = np.max(np.abs(got - expected)) / np.max(np.abs(expected))
-    assert error <= TOLERANCE, f"{what} is off by {error} of the largest value"  # not so for NaN
+    assert error <= TOLERANCE_OF_MEMORY, f"{what} is off by {error} of the largest value"  # not so for NaN
 
 
 def close_leaves(what: str, got: Leaves, expected: Leaves) -> None:
