@@ -59,44 +59,51 @@ def _versus(family: str) -> list[Measure]:
     folder = FOLDERS / family
     model = models.load(folder)
     prompts = np.array(prompts_of(model.config.vocab_size, np.full(NUM_ROWS, PREFILL)), np.int32)
-    here, compile_seconds = _here(model, prompts)
-    there = _there(folder, prompts)
-    measures = []
-    for kind, num_tokens, goal in (("decode", NEW, 10.0), ("prefill", PREFILL, 2.0)):
-        sides = {"here": getattr(here, kind), "there": getattr(there, kind)}
-        times: dict[str, list[float]] = {name: [] for name in sides}
-        tokens = {}
-        for _ in range(ROUNDS):
-            for name, side in sides.items():
-                side()  # does not count: the other side's threads wait for work a while longer
-                taken, tokens[name] = side()
-                times[name].append(taken)
-        differing = int(np.sum(np.any(tokens["here"] != tokens["there"], axis=1)))
-        measures.append(
-            Measure(
-                f"versus {kind}, {family}",
-                median_ratio(times["there"], times["here"]),
-                goal=goal,
-                at_least=True,
-                seconds=medians(times, num_tokens),
-                compile_seconds=compile_seconds[kind],
-                note=f"{differing} of {NUM_ROWS} rows have other tokens" if differing else "",
-            )
-        )
-    return measures
+    return [
+        _measure(f"versus decode, {family}", "decode", 10.0, NEW, model, folder, prompts),
+        _measure(f"versus prefill, {family}", "prefill", 2.0, PREFILL, model, folder, prompts[:1]),
+        _measure(f"versus prefill of {NUM_ROWS}, {family}", "prefill", 2.0, PREFILL, model, folder, prompts),
+    ]
 
 
-def _here(model: models.LanguageModel, prompts: np.ndarray) -> tuple[Side, dict[str, float]]:
-    """This project's side, and how long its first calls took, which compile."""
+def _measure(
+    name: str, kind: str, goal: float, num_tokens: int, model: models.LanguageModel, folder: Path, prompts: np.ndarray
+) -> Measure:
+    """Both sides in turn; `num_tokens` of each row are what their seconds are for."""
+    here = getattr(_here(model, prompts), kind)
+    compile_seconds = here()[0]
+    sides = {"here": here, "there": _with_best_threads(getattr(_there(folder, prompts), kind))}
+    times: dict[str, list[float]] = {side: [] for side in sides}
+    tokens = {}
+    for _ in range(ROUNDS):
+        for side, call in sides.items():
+            call()  # does not count: the other side's threads wait for work a while longer
+            taken, tokens[side] = call()
+            times[side].append(taken)
+    differing = int(np.sum(np.any(tokens["here"] != tokens["there"], axis=1)))
+    return Measure(
+        name,
+        median_ratio(times["there"], times["here"]),
+        goal=goal,
+        at_least=True,
+        seconds=medians(times, num_tokens),
+        compile_seconds=compile_seconds,
+        note=f"{differing} of {len(prompts)} rows have other tokens" if differing else "",
+    )
+
+
+def _here(model: models.LanguageModel, prompts: np.ndarray) -> Side:
+    """This project's side. Its first calls compile."""
     split = decoding.split(model)
-    sequences = jnp.arange(NUM_ROWS, dtype=jnp.int32)
+    num_rows = len(prompts)
+    sequences = jnp.arange(num_rows, dtype=jnp.int32)
 
     def run_prompts(num_tokens: int) -> tuple[rcache.Cache, jax.Array, float]:
         context = PROMPT + NEW if num_tokens == PROMPT else PREFILL
-        cache = jax.block_until_ready(cache_for(model, NUM_ROWS, context))
+        cache = jax.block_until_ready(cache_for(model, num_rows, context))
         rows = prompts[:, :num_tokens].tolist()
         start = time.perf_counter()
-        cache, logits, status = decoding.prefill(split, cache, rows, range(NUM_ROWS), buckets=(num_tokens,))
+        cache, logits, status = decoding.prefill(split, cache, rows, range(num_rows), buckets=(num_tokens,))
         jax.block_until_ready(logits)
         taken = time.perf_counter() - start
         rcache.raise_if_error(status)
@@ -115,7 +122,7 @@ def _here(model: models.LanguageModel, prompts: np.ndarray) -> tuple[Side, dict[
         rcache.raise_if_error(status)
         return taken, tokens
 
-    return Side(prefill, decode), {"prefill": prefill()[0], "decode": decode()[0]}
+    return Side(prefill, decode)
 
 
 def _there(folder: Path, prompts: np.ndarray) -> Side:
@@ -132,7 +139,7 @@ def _there(folder: Path, prompts: np.ndarray) -> Side:
 
     def empty_cache() -> Any:
         if hasattr(model.model, "_setup_cache"):  # RecurrentGemma keeps its states in the model
-            model.model._setup_cache(model.config, NUM_ROWS, ids.device, torch.float32)
+            model.model._setup_cache(model.config, len(prompts), ids.device, torch.float32)
         return DynamicCache(config=model.config)
 
     def prefill() -> Timed:
@@ -149,7 +156,7 @@ def _there(folder: Path, prompts: np.ndarray) -> Side:
             tokens.append(run(tokens[-1], cache))
         return time.perf_counter() - start, torch.cat(tokens, dim=1).numpy()
 
-    return Side(_with_best_threads(prefill), _with_best_threads(decode))
+    return Side(prefill, decode)
 
 
 def _with_best_threads(call: Callable[[], Timed]) -> Callable[[], Timed]:

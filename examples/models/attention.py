@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 
@@ -14,7 +16,8 @@ from models.layers import FEW_ROWS, Linear, einsum
 from models.passes import Pass
 from models.rope import Rope
 
-QUERY_BLOCK = 128  # queries that run at a time
+QUERY_BLOCK = 64  # queries that run at a time
+KEY_WIDTHS = 4  # over one of so many numbers of keys
 
 
 class Attention(nnx.Module):
@@ -97,7 +100,8 @@ def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Arr
 
     Query heads `h * G .. h * G + G - 1` share key head `h`. Returns f32[B, T, H * G, Dv].
 
-    Many queries run in blocks, so that no more than a block's scores are there at a time, and stay near the processor.
+    Many queries run in blocks of a row, so that a block's scores stay near the processor; and over no more keys than
+    those from the first to the last that any of them sees, rounded up to one of a few widths.
     """
     num_rows, num_tokens, num_heads, head_dim = queries.shape
     grouped = queries.reshape(num_rows, num_tokens, keys.shape[2], num_heads // keys.shape[2], head_dim)
@@ -105,26 +109,44 @@ def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Arr
         # Keys on the left: so the product reads them as they are. To turn them around takes longer than to multiply
         # them by few queries.
         scores = jnp.moveaxis(einsum("bxhd,bthgd->bhxtg", keys, grouped) * scale, (2, 4), (4, 2))
-        attended = _weighted(scores, values, mask)
+        attended = _weighted(scores, values.swapaxes(1, 2), mask)
         return jnp.moveaxis(attended, 3, 1).reshape(num_rows, num_tokens, num_heads, -1)
+    grouped, keys, values = jnp.moveaxis(grouped * scale, 1, 3), keys.swapaxes(1, 2), values.swapaxes(1, 2)
+    attended = lax.map(lambda row: _attend_row(*row), (grouped, keys, values, mask))  # [B, T, H, G, Dv]
+    return attended.reshape(num_rows, num_tokens, num_heads, -1)
+
+
+def _attend_row(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array) -> jax.Array:
+    """One row: `queries` [H, G, T, D], scaled, `keys` [H, X, D] and `values` [H, X, Dv] to [T, H, G, Dv]."""
+    num_tokens, num_keys = mask.shape
     size = min(QUERY_BLOCK, num_tokens)
+    padding = (0, -num_tokens % size)
+    queries = jnp.pad(queries, ((0, 0), (0, 0), padding, (0, 0)))
+    queries = jnp.moveaxis(queries.reshape(*queries.shape[:2], -1, size, queries.shape[3]), 2, 0)
+    mask = jnp.pad(mask, (padding, (0, 0))).reshape(-1, size, num_keys)
+    widths = np.unique([-(-num_keys * part // KEY_WIDTHS) for part in range(1, KEY_WIDTHS + 1)]).tolist()
+    seen = jnp.any(mask, axis=1)  # [N, X]
+    first = jnp.argmax(seen, axis=1).astype(jnp.int32)
+    behind = jnp.max(jnp.where(seen, jnp.arange(1, num_keys + 1, dtype=jnp.int32), 0), axis=1)
+    enough = jnp.searchsorted(jnp.asarray(widths, jnp.int32), jnp.maximum(behind - first, 0))
 
-    def blocks(x: jax.Array) -> jax.Array:
-        """[B, T, ...] to [N, B, size, ...]."""
-        x = jnp.pad(x, [(0, 0), (0, -num_tokens % size)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(num_rows, -1, size, *x.shape[2:]), 1, 0)
+    def attend_block(width: int, queries: jax.Array, mask: jax.Array, first: jax.Array) -> jax.Array:
+        spanned = (lax.dynamic_slice_in_dim(x, first, width, axis=1) for x in (keys, values, mask))
+        keys_, values_, mask = spanned  # from the first on, or the last `width` if there are not as many
+        return _weighted(einsum("hgtd,hxd->hgtx", queries, keys_), values_, mask)
 
-    def attend_block(block: tuple[jax.Array, jax.Array]) -> jax.Array:
-        queries, mask = block  # queries are turned first, which is cheaper than to turn the scores
-        return _weighted(einsum("bhgtd,bxhd->bhgtx", jnp.moveaxis(queries, 1, 3), keys), values, mask)
-
-    attended = lax.map(attend_block, (blocks(grouped * scale), blocks(mask)))  # [N, B, H, G, size, Dv]
-    attended = jnp.moveaxis(attended, (0, 4), (1, 2))
-    return attended.reshape(num_rows, -1, num_heads, attended.shape[-1])[:, :num_tokens]
+    branches = [partial(attend_block, width) for width in widths]
+    blocks = (enough, queries, mask, first)
+    attended = lax.map(lambda block: lax.switch(block[0], branches, *block[1:]), blocks)  # [N, H, G, size, Dv]
+    attended = jnp.moveaxis(attended, 3, 1)
+    return attended.reshape(-1, *attended.shape[2:])[:num_tokens]
 
 
 def _weighted(scores: jax.Array, values: jax.Array, mask: jax.Array) -> jax.Array:
-    """The mean f32[B, H, G, T, Dv] of values [B, X, H, Dv] by scores [B, H, G, T, X] where `mask` bool[B, T, X]."""
-    lowest = jnp.finfo(scores.dtype).min
-    weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, lowest), axis=-1)
-    return einsum("bhgtx,bxhd->bhgtd", weights, values)
+    """The mean [..., H, G, T, Dv] of values [..., H, X, Dv] by scores [..., H, G, T, X] where `mask` bool[..., T, X].
+
+    As a softmax of the scores, but what is divided are the sums, of which there are fewer than weights.
+    """
+    scores = jnp.where(mask[..., None, None, :, :], scores, jnp.finfo(scores.dtype).min)
+    weights = jnp.exp(scores - lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
+    return einsum("...hgtx,...hxd->...hgtd", weights, values) / jnp.sum(weights, axis=-1, keepdims=True)

@@ -51,7 +51,6 @@ class GraniteMoeHybridConfig(ModelConfig):
     mamba_d_head: int | str = "auto"
     mamba_d_conv: int = 4
     mamba_expand: int = 2
-    mamba_chunk_size: int = 256
     mamba_conv_bias: bool = True
     mamba_proj_bias: bool = False
     time_step_limit: tuple[float, float] = (0.0, float("inf"))
@@ -147,7 +146,6 @@ class GraniteMoeHybridBlock(Block):
                 act=config.hidden_act,
                 time_step_limit=config.time_step_limit,
                 norm_eps=config.rms_norm_eps,
-                chunk_size=config.mamba_chunk_size,
             )
         else:
             self.self_attn = Attention(

@@ -174,7 +174,6 @@ class Mamba2(RecurrentMixer):
         act: str,
         time_step_limit: tuple[float, float],
         norm_eps: float,
-        chunk_size: int,
     ) -> None:
         inner_size = num_heads * head_dim
         conv_size = inner_size + 2 * num_groups * state_size
@@ -190,7 +189,6 @@ class Mamba2(RecurrentMixer):
         self.state_size = state_size
         self.num_groups = num_groups
         self.time_step_limit = time_step_limit
-        self.chunk_size = chunk_size
 
     def states(self) -> dict[str, rcache.State]:
         return self.conv1d.states() | {"ssm": rcache.State((self.num_heads, self.state_size, self.head_dim))}
@@ -209,7 +207,6 @@ class Mamba2(RecurrentMixer):
             -jnp.exp(self.A_log[...]) * time_step,
             states["ssm"],
             offsets,
-            chunk_size=self.chunk_size,
         )
         y = (y + self.D[...][:, None] * inputs).reshape(gate.shape)
         return self.out_proj(self.norm(y * jax.nn.silu(gate))), after

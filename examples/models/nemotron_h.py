@@ -44,7 +44,6 @@ class NemotronHConfig(ModelConfig):
     conv_kernel: int = 4
     use_conv_bias: bool = True
     use_bias: bool = False
-    chunk_size: int = 128
     time_step_min: float = 0.001
     intermediate_size: int = 21504
     mlp_hidden_act: str = "relu2"
@@ -66,7 +65,7 @@ class NemotronHConfig(ModelConfig):
             layer_types = [_PATTERN.get(letter, letter) for letter in config.get("hybrid_override_pattern", "ME*-")]
         layer_types = current_layer_types(layer_types)
         old_names = {"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_dt_min": "time_step_min"}
-        old_names |= {"mamba_conv_bias": "use_conv_bias", "mamba_chunk_size": "chunk_size"}
+        old_names |= {"mamba_conv_bias": "use_conv_bias"}
         old_names |= {"num_local_experts": "n_routed_experts"}
         renamed = {new: config[old] for old, new in old_names.items() if old in config}
         ignored = {"tie_word_embeddings": False}  # these models have a head of their own, whatever the option says
@@ -149,7 +148,6 @@ def mixer_of(config: NemotronHConfig, layer_type: str) -> nnx.Module:
             act=config.mamba_hidden_act,
             time_step_limit=(config.time_step_min, float("inf")),
             norm_eps=config.layer_norm_epsilon,
-            chunk_size=config.chunk_size,
         )
     if layer_type == "full_attention":
         return Attention(

@@ -52,7 +52,7 @@ def linear_attention(
     offsets: jax.Array,
     *,
     beta: jax.Array | None = None,
-    chunk_size: int = 64,
+    chunk_size: int = 32,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention without softmax, over a state `S` of outer products that decays from token to token.
 
@@ -134,9 +134,10 @@ def _chunks(
         return jnp.moveaxis(x, (1, 3), (0, 2))
 
     queries, keys, values = chunked(queries), chunked(keys), chunked(values)
-    total = jnp.cumsum(chunked(log_decay), axis=-1)  # [N, B, H, X]
     order = jnp.arange(chunk_size, dtype=jnp.int32)
     is_past = order[:, None] >= order[None, :]
+    # Sums by a product of matrices: those of `cumsum` XLA on CPU computes anew for each element of `between`.
+    total = einsum("nbhj,ij->nbhi", chunked(log_decay), is_past.astype(log_decay.dtype))  # [N, B, H, X]
     between = jnp.exp(jnp.where(is_past, total[..., :, None] - total[..., None, :], -jnp.inf))  # [N, B, H, X, X]
     reads = None
     if beta is not None:
@@ -174,25 +175,33 @@ def _chunks(
 def _unit_lower_inverse(matrix: jax.Array) -> jax.Array:
     """Inverse of triangular matrices [..., X, X]: what is below the diagonal is read, and the diagonal counts as one.
 
-    The inverses of two blocks on the diagonal, and what is between them, give the inverse of both together: log2(X)
-    products of matrices, from single elements to the whole. Unlike the powers of the matrix, whose sum it is as well,
-    no part of it outgrows the result: with keys that repeat, such powers become huge, and cancel.
+    The inverses of two blocks on the diagonal, and what is between them, give the inverse of both together: products
+    of matrices, from blocks of 8 to the whole. Unlike the powers of the matrix, whose sum it is as well, no part of it
+    outgrows the result: with keys that repeat, such powers become huge, and cancel. Those of a block of 8 do not yet,
+    and products of smaller blocks take longer.
 
     (A triangular solve would do. On CPUs it is a library call that waits for threads, and with two of them the
     backward pass of a few in parallel never ended: jax 0.10.2.)
     """
-    size = matrix.shape[-1]
-    full_size = 1 << (size - 1).bit_length()
-    matrix = jnp.pad(matrix, [(0, 0)] * (matrix.ndim - 2) + [(0, full_size - size)] * 2)
-    inverses = jnp.ones((*matrix.shape[:-1], 1, 1), matrix.dtype)  # of the blocks on the diagonal
-    while inverses.shape[-3] > 1:
-        num_pairs, block = inverses.shape[-3] // 2, inverses.shape[-1]
-        first, last = inverses[..., 0::2, :, :], inverses[..., 1::2, :, :]
-        blocks = matrix.reshape(*matrix.shape[:-2], num_pairs, 2, block, num_pairs, 2, block)
-        between = jnp.moveaxis(jnp.diagonal(blocks[..., 1, :, :, 0, :], axis1=-4, axis2=-2), -1, -3)
-        corner = -einsum("...ij,...jk->...ik", last, einsum("...ij,...jk->...ik", between, first))
+    *batch, size, _ = matrix.shape
+    full_size = max(8, 1 << (size - 1).bit_length())
+    matrix = jnp.pad(matrix.reshape(-1, size, size), ((0, 0), *[(0, full_size - size)] * 2))
+    eights = matrix.reshape(-1, full_size // 8, 8, full_size // 8, 8)
+    power = -jnp.tril(jnp.moveaxis(jnp.diagonal(eights, axis1=1, axis2=3), -1, 1).reshape(-1, 8, 8), -1)
+    identity = jnp.eye(8, dtype=matrix.dtype)
+    inverses = identity + power  # of the blocks on the diagonal: powers up to the first, the third and the seventh
+    for _ in range(2):
+        power = einsum("nij,njk->nik", power, power)
+        inverses = einsum("nij,njk->nik", inverses, identity + power)
+    inverses = inverses.reshape(-1, full_size // 8, 8, 8)
+    while inverses.shape[1] > 1:
+        num_pairs, block = inverses.shape[1] // 2, inverses.shape[-1]
+        first, last = inverses[:, 0::2], inverses[:, 1::2]
+        blocks = matrix.reshape(-1, num_pairs, 2, block, num_pairs, 2, block)
+        between = jnp.moveaxis(jnp.diagonal(blocks[:, :, 1, :, :, 0], axis1=1, axis2=3), -1, 1)
+        corner = -einsum("npij,npjk->npik", last, einsum("npij,npjk->npik", between, first))
         inverses = jnp.block([[first, jnp.zeros_like(corner)], [corner, last]])
-    return inverses[..., 0, :size, :size]
+    return inverses[:, 0, :size, :size].reshape(*batch, size, size)
 
 
 def _carried(log_decay: jax.Array, state: jax.Array) -> jax.Array:

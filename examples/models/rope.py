@@ -10,6 +10,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ class Rope:
         """
         num_pairs = len(self.frequencies)
         angles = positions.astype(x.dtype)[..., None, None] * jnp.array(self.frequencies, x.dtype)  # [B, T, 1, R]
-        cos, sin = jnp.cos(angles) * self.scale, jnp.sin(angles) * self.scale
+        # Without the barrier XLA computes them anew for each head.
+        cos, sin = lax.optimization_barrier((jnp.cos(angles) * self.scale, jnp.sin(angles) * self.scale))
         first, second, rest = jnp.split(x, [num_pairs, 2 * num_pairs], axis=-1)
         return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
 
