@@ -46,7 +46,7 @@ def _bars(axes: Axes, labels: Sequence[str], values: Sequence[float], colors: Se
     """Horizontal bars, the first on top, each with its number."""
     bars = axes.barh(range(len(labels)), values, color=colors)
     axes.set_yticks(range(len(labels)), labels)
-    axes.invert_yaxis()
+    axes.set_ylim(len(labels) - 0.4, -0.6)
     axes.bar_label(bars, [form.format(value) for value in values], padding=3)
     axes.set_xlim(0, 1.18 * max(values))
 
@@ -87,12 +87,15 @@ def _bookkeeping(named: dict[str, Measure]) -> None:
 def _versus(named: dict[str, Measure]) -> None:
     """Tokens a second over those of Hugging Face transformers, each family."""
     figure, panels = plt.subplots(1, 2, figsize=(10, 2.6), layout="constrained", sharey=True)
-    for axes, kind in zip(panels, ("decode", "prefill"), strict=True):
+    for axes, kind, title in zip(
+        panels, ("decode", "prefill"), ("Decode, 8 rows", "Prefill, one row of 512"), strict=True
+    ):
         prefix = f"versus {kind}, "
         found = {name.removeprefix(prefix): measure for name, measure in named.items() if name.startswith(prefix)}
         goal = next(iter(found.values())).goal if found else named[prefix].goal
         _bars(axes, list(found), [measure.value for measure in found.values()], [BLUE] * len(found), "{:.1f}")
         if goal is not None:
             axes.axvline(goal, color=ORANGE, linewidth=1)
-        axes.set_title(f"{kind.capitalize()}: times as many tokens a second (line: goal)")
-    figure.suptitle("Over Hugging Face transformers on PyTorch, the same weights, two CPU cores", x=0.01, ha="left")
+        axes.set_title(f"{title} (line: goal)")
+    what = "Tokens a second, over those of Hugging Face transformers on PyTorch, the same weights, two CPU cores"
+    figure.suptitle(what, x=0.01, ha="left")
