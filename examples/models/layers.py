@@ -110,7 +110,8 @@ class RMSNorm(nnx.Module):
         self.group_size = features if group_size is None else group_size
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        groups = x.reshape(*x.shape[:-1], -1, self.group_size)
+        # A last axis that is one group is left as it is: over [..., 1, D] XLA on CPU takes 30 times as long to add up.
+        groups = x if x.shape[-1] == self.group_size else x.reshape(*x.shape[:-1], -1, self.group_size)
         mean_square = jnp.mean(jnp.square(groups), axis=-1, keepdims=True)
         normed = (groups * lax.rsqrt(mean_square + self.eps)).reshape(x.shape)
         weight = self.weight[...]

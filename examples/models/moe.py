@@ -45,7 +45,7 @@ def mixture(
     group_sizes = jnp.bincount(experts.reshape(-1), length=num_experts).astype(jnp.int32)
     outputs = run(x.reshape(-1, x.shape[-1])[order // num_active], group_sizes)
     outputs = outputs[jnp.argsort(order)].reshape(*experts.shape, -1)
-    return jnp.sum(outputs * weights[..., None], axis=-2)
+    return sum(outputs[..., a, :] * weights[..., a, None] for a in range(experts.shape[-1]))
 
 
 class Experts(nnx.Module):
