@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import rcache
-from models.layers import Activation, Linear, RMSNorm, activation, l2_norm, parameter
+from models.layers import Activation, Linear, RMSNorm, activation, l2_norm, parameter, silu
 from models.passes import Pass
 from models.recurrence import linear_attention, pick
 
@@ -145,13 +145,12 @@ class GatedDeltaNet(RecurrentMixer):
             offsets,
             beta=jax.nn.sigmoid(beta),
         )
-        y = self.norm(y) * jax.nn.silu(gate)
+        y = self.norm(y) * silu(gate)
         return self.out_proj(y.reshape(*y.shape[:2], -1)), after
 
     def _normed(self, x: jax.Array) -> jax.Array:
-        """f32[B, T, Hk K] to f32[B, T, Hv, K]."""
-        x = l2_norm(x.reshape(*x.shape[:2], self.num_key_heads, self.key_dim))
-        return jnp.repeat(x, self.num_value_heads // self.num_key_heads, axis=2)
+        """f32[B, T, Hk K] to f32[B, T, Hk, K]."""
+        return l2_norm(x.reshape(*x.shape[:2], self.num_key_heads, self.key_dim))
 
 
 class Mamba2(RecurrentMixer):
@@ -201,17 +200,16 @@ class Mamba2(RecurrentMixer):
         inputs = inputs.reshape(*x.shape[:2], self.num_heads, self.head_dim)
         time_step = jnp.clip(jax.nn.softplus(time_step + self.dt_bias[...]), *self.time_step_limit)
         y, after["ssm"] = linear_attention(
-            self._heads(queries),
-            self._heads(keys),
+            self._groups(queries),
+            self._groups(keys),
             inputs * time_step[..., None],
             -jnp.exp(self.A_log[...]) * time_step,
             states["ssm"],
             offsets,
         )
         y = (y + self.D[...][:, None] * inputs).reshape(gate.shape)
-        return self.out_proj(self.norm(y * jax.nn.silu(gate))), after
+        return self.out_proj(self.norm(y * silu(gate))), after
 
-    def _heads(self, x: jax.Array) -> jax.Array:
-        """f32[B, T, G N] to f32[B, T, H, N]."""
-        x = x.reshape(*x.shape[:2], self.num_groups, self.state_size)
-        return jnp.repeat(x, self.num_heads // self.num_groups, axis=2)
+    def _groups(self, x: jax.Array) -> jax.Array:
+        """f32[B, T, G N] to f32[B, T, G, N]."""
+        return x.reshape(*x.shape[:2], self.num_groups, self.state_size)

@@ -8,6 +8,8 @@ negative one, stands for the state before the pass.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -61,8 +63,8 @@ def linear_attention(
     rule (Yang et al., 2024): `u[t] = beta[t] (v[t] - a[t] S[t - 1]^T k[t])` corrects what the state has at that key.
 
     Args:
-      queries: f32[B, T, H, K].
-      keys: f32[B, T, H, K].
+      queries: f32[B, T, Hk, K].
+      keys: f32[B, T, Hk, K]. Heads of values that stand together, `G = H / Hk` of them, share one of these.
       values: f32[B, T, H, V].
       log_decay: f32[B, T, H], not positive.
       state: f32[B, H, K, V], `S` before the pass.
@@ -73,12 +75,14 @@ def linear_attention(
     Returns:
       Outputs f32[B, T, H, V], and the states at `offsets` f32[B, C, H, K, V].
     """
-    if queries.shape[1] == 1:
+    num_tokens, num_key_heads = keys.shape[1:3]
+    if num_tokens == 1:
+        queries, keys = (jnp.repeat(x, state.shape[1] // num_key_heads, axis=2) for x in (queries, keys))
         first = [None if x is None else x[:, 0] for x in (queries, keys, values, log_decay, beta)]
         output, new = step(state, *first)
         after = jnp.where((offsets > 0)[..., None, None, None], new[:, None], state[:, None])
         return output[:, None], after
-    return _chunks(queries, keys, values, log_decay, beta, state, offsets, min(chunk_size, queries.shape[1]))
+    return _chunks(queries, keys, values, log_decay, beta, state, offsets, min(chunk_size, num_tokens))
 
 
 def step(
@@ -121,55 +125,77 @@ def _chunks(
 ) -> tuple[jax.Array, jax.Array]:
     """Chunks of `X` tokens: what their tokens do to each other in parallel, then the states from chunk to chunk.
 
-    Inside a chunk that began with state `S`, and with `G[t]` the sum of its log decays up to `t`, what is written is
-    `u[t] = beta[t] (v[t] - exp(G[t]) S^T k[t] - sum over j < t of exp(G[t] - G[j]) (k[t] . k[j]) u[j])`: a triangular
-    system, solved for `v` and for what is read from `S` before `S` is known.
+    Inside a chunk that began with state `S`, and with `L[t]` the sum of its log decays up to `t`, what is written is
+    `u[t] = beta[t] (v[t] - exp(L[t]) S^T k[t] - sum over j < t of exp(L[t] - L[j]) (k[t] . k[j]) u[j])`: a triangular
+    system, solved for `v` and for what reads `S` before `S` is known, `u = values - reads S`. So the state after a
+    chunk is a matrix times the one before it, plus another matrix, and both are known for all chunks at once.
+
+    Shapes: N chunks, B rows, heads h of Hk with g of G each, X tokens i and j.
     """
-    num_tokens = queries.shape[1]
+    num_tokens, heads = queries.shape[1], (keys.shape[2], state.shape[1] // keys.shape[2])
 
-    def chunked(x: jax.Array) -> jax.Array:
-        """[B, T, H, ...] to [N, B, H, X, ...]. What pads the last chunk is behind all tokens."""
+    def chunked(x: jax.Array, heads: tuple[int, ...] = heads) -> jax.Array:
+        """[B, T, Hk * G, ...] to [N, B, Hk, G, X, ...]. What pads the last chunk is behind all tokens."""
         x = jnp.pad(x, [(0, 0), (0, -num_tokens % chunk_size)] + [(0, 0)] * (x.ndim - 2))
-        x = x.reshape(x.shape[0], -1, chunk_size, *x.shape[2:])
-        return jnp.moveaxis(x, (1, 3), (0, 2))
+        x = x.reshape(x.shape[0], -1, chunk_size, *heads, *x.shape[3:])
+        return jnp.moveaxis(x, (1, 2), (0, 2 + len(heads)))
 
-    queries, keys, values = chunked(queries), chunked(keys), chunked(values)
+    queries, keys = chunked(queries, heads[:1]), chunked(keys, heads[:1])  # [N, B, Hk, X, K]
+    values = chunked(values)
+    state = state.reshape(state.shape[0], *heads, *state.shape[2:])  # [B, Hk, G, K, V]
     order = jnp.arange(chunk_size, dtype=jnp.int32)
     is_past = order[:, None] >= order[None, :]
     # Sums by a product of matrices: those of `cumsum` XLA on CPU computes anew for each element of `between`.
-    total = einsum("nbhj,ij->nbhi", chunked(log_decay), is_past.astype(log_decay.dtype))  # [N, B, H, X]
-    between = jnp.exp(jnp.where(is_past, total[..., :, None] - total[..., None, :], -jnp.inf))  # [N, B, H, X, X]
-    reads = None
-    if beta is not None:
+    total = einsum("nbhgj,ij->nbhgi", chunked(log_decay), is_past.astype(log_decay.dtype))
+    between = jnp.exp(jnp.where(is_past, total[..., :, None] - total[..., None, :], -jnp.inf))  # [N, B, Hk, G, X, X]
+    last = jnp.exp(total[..., -1])[..., None, None]  # [N, B, Hk, G, 1, 1]
+    to_end = jnp.exp(total[..., -1:] - total)[..., None]  # [N, B, Hk, G, X, 1]
+    if beta is None:
+        added = einsum("nbhik,nbhgiv->nbhgkv", keys, to_end * values)
+        starts = _states_before(state, added, lambda state, last: last * state, last)
+        written = values
+    else:
         beta = chunked(beta)[..., None]
-        scaled = beta * keys
-        system = einsum("nbhik,nbhjk->nbhij", scaled, keys) * between  # below the diagonal, which counts as one
-        sides = jnp.concatenate([beta * values, scaled * jnp.exp(total)[..., None]], axis=-1)
-        solved = einsum("nbhij,nbhjw->nbhiw", _unit_lower_inverse(system), sides)
+        system = beta * (einsum("nbhik,nbhjk->nbhij", keys, keys)[:, :, :, None] * between)  # its diagonal is not read
+        sides = jnp.concatenate([beta * values, beta * jnp.exp(total)[..., None] * keys[:, :, :, None]], axis=-1)
+        solved = einsum("nbhgij,nbhgjw->nbhgiw", _unit_lower_inverse(system), sides)
         values, reads = jnp.split(solved, [values.shape[-1]], axis=-1)
-
-    def run_chunk(state: jax.Array, chunk: tuple) -> tuple[jax.Array, tuple]:
-        values, reads, keys, total = chunk
-        written = values if reads is None else values - einsum("bhik,bhkv->bhiv", reads, state)
-        keys = jnp.exp(total[..., -1:] - total)[..., None] * keys
-        return _carried(total[..., -1], state) + einsum("bhik,bhiv->bhkv", keys, written), (state, written)
-
-    _, (starts, written) = lax.scan(run_chunk, state, (values, reads, keys, total))
-    outputs = jnp.exp(total)[..., None] * einsum("nbhik,nbhkv->nbhiv", queries, starts)
-    outputs += einsum("nbhij,nbhjv->nbhiv", einsum("nbhik,nbhjk->nbhij", queries, keys) * between, written)
-    outputs = jnp.moveaxis(outputs, (0, 2), (1, 3))  # [B, N, X, H, V]
-    outputs = outputs.reshape(outputs.shape[0], -1, *outputs.shape[3:])[:, :num_tokens]
+        moved = einsum("nbhik,nbhgiw->nbhgkw", keys, to_end * solved)
+        added, taken = jnp.split(moved, [values.shape[-1]], axis=-1)
+        kept = last * jnp.eye(keys.shape[-1], dtype=keys.dtype) - taken  # [N, B, Hk, G, K, K]
+        starts = _states_before(state, added, lambda state, kept: einsum("bhgkl,bhglv->bhgkv", kept, state), kept)
+        written = values - einsum("nbhgik,nbhgkv->nbhgiv", reads, starts)
+    outputs = jnp.exp(total)[..., None] * einsum("nbhik,nbhgkv->nbhgiv", queries, starts)
+    scores = einsum("nbhik,nbhjk->nbhij", queries, keys)[:, :, :, None] * between
+    outputs += einsum("nbhgij,nbhgjv->nbhgiv", scores, written)
+    outputs = jnp.moveaxis(outputs, (0, 4), (1, 2))  # [B, N, X, Hk, G, V]
+    outputs = outputs.reshape(outputs.shape[0], -1, heads[0] * heads[1], outputs.shape[-1])[:, :num_tokens]
 
     # The state at an offset: that at the beginning of its chunk, and what the chunk's tokens before it have written.
     index = jnp.clip(offsets // chunk_size, 0, starts.shape[0] - 1)
-    num_before = jnp.maximum(offsets, 0) - index * chunk_size
+    num_before = (jnp.maximum(offsets, 0) - index * chunk_size)[..., None, None]  # [B, C, 1, 1]
     rows = jnp.arange(offsets.shape[0], dtype=jnp.int32)[:, None]
-    start, written, keys, total = (x[index, rows] for x in (starts, written, keys, total))  # [B, C, H, ...]
-    last = jnp.maximum(num_before - 1, 0)[..., None, None]
-    total_before = jnp.where(num_before[..., None] > 0, jnp.take_along_axis(total, last, axis=-1)[..., 0], 0)
-    is_before = order < num_before[..., None, None]
-    decay = jnp.exp(jnp.where(is_before, total_before[..., None] - total, -jnp.inf))  # [B, C, H, X]
-    return outputs, _carried(total_before, start) + einsum("bchik,bchiv->bchkv", decay[..., None] * keys, written)
+    start, written, keys, total = (x[index, rows] for x in (starts, written, keys, total))  # [B, C, Hk, ...]
+    at_end = jnp.maximum(num_before - 1, 0)[..., None]
+    total_before = jnp.where(num_before > 0, jnp.take_along_axis(total, at_end, axis=-1)[..., 0], 0)  # [B, C, Hk, G]
+    is_before = order < num_before[..., None]
+    decay = jnp.exp(jnp.where(is_before, total_before[..., None] - total, -jnp.inf))[..., None]  # [B, C, Hk, G, X, 1]
+    # What is behind the offset is not there at all: it may be as large as numbers get.
+    written = jnp.where(is_before[..., None], decay * written, 0)
+    states = jnp.exp(total_before)[..., None, None] * start + einsum("bchik,bchgiv->bchgkv", keys, written)
+    return outputs, states.reshape(*offsets.shape, -1, *states.shape[-2:])
+
+
+def _states_before(
+    state: jax.Array, added: jax.Array, keep: Callable[[jax.Array, jax.Array], jax.Array], kept: jax.Array
+) -> jax.Array:
+    """The states before each chunk [N, B, ...], of which the first is `state`: `keep(state, kept[n]) + added[n]`."""
+
+    def next_chunk(state: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        kept, added = chunk
+        return keep(state, kept) + added, state
+
+    return lax.scan(next_chunk, state, (kept, added))[1]
 
 
 def _unit_lower_inverse(matrix: jax.Array) -> jax.Array:
@@ -203,6 +229,3 @@ def _unit_lower_inverse(matrix: jax.Array) -> jax.Array:
         inverses = jnp.block([[first, jnp.zeros_like(corner)], [corner, last]])
     return inverses[:, 0, :size, :size].reshape(*batch, size, size)
 
-
-def _carried(log_decay: jax.Array, state: jax.Array) -> jax.Array:
-    return jnp.exp(log_decay)[..., None, None] * state
