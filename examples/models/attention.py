@@ -16,7 +16,8 @@ from models.layers import FEW_ROWS, Linear, einsum
 from models.passes import Pass
 from models.rope import Rope
 
-QUERY_BLOCK = 64  # queries that run at a time
+BLOCK_SCORES = 1 << 19  # at a time, of all heads: what a processor's nearer caches hold
+FEWEST_QUERIES = 128  # at a time, so that products of matrices are worth the name
 KEY_WIDTHS = 4  # over one of so many numbers of keys
 
 
@@ -119,7 +120,8 @@ def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Arr
 def _attend_row(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array) -> jax.Array:
     """One row: `queries` [H, G, T, D], scaled, `keys` [H, X, D] and `values` [H, X, Dv] to [T, H, G, Dv]."""
     num_tokens, num_keys = mask.shape
-    size = min(QUERY_BLOCK, num_tokens)
+    num_heads = queries.shape[0] * queries.shape[1]
+    size = min(max(BLOCK_SCORES // (num_heads * num_keys), FEWEST_QUERIES), num_tokens)
     padding = (0, -num_tokens % size)
     queries = jnp.pad(queries, ((0, 0), (0, 0), padding, (0, 0)))
     queries = jnp.moveaxis(queries.reshape(*queries.shape[:2], -1, size, queries.shape[3]), 2, 0)
@@ -147,6 +149,7 @@ def _weighted(scores: jax.Array, values: jax.Array, mask: jax.Array) -> jax.Arra
 
     As a softmax of the scores, but what is divided are the sums, of which there are fewer than weights.
     """
-    scores = jnp.where(mask[..., None, None, :, :], scores, jnp.finfo(scores.dtype).min)
+    # Added, not selected, so that XLA on CPU makes one operation of all up to the weights. What is masked is finite.
+    scores = scores + jnp.where(mask, 0, jnp.finfo(scores.dtype).min)[..., None, None, :, :]
     weights = jnp.exp(scores - lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
     return einsum("...hgtx,...hxd->...hgtd", weights, values) / jnp.sum(weights, axis=-1, keepdims=True)

@@ -10,7 +10,8 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+
+from models.layers import einsum
 
 
 @dataclass(frozen=True)
@@ -73,11 +74,16 @@ class Rope:
         Components `i` and `R + i` are a pair; those from `2 R` on stay as they are.
         """
         num_pairs = len(self.frequencies)
-        angles = positions.astype(x.dtype)[..., None, None] * jnp.array(self.frequencies, x.dtype)  # [B, T, 1, R]
-        # Without the barrier XLA computes them anew for each head.
-        cos, sin = lax.optimization_barrier((jnp.cos(angles) * self.scale, jnp.sin(angles) * self.scale))
+        angles = positions.astype(x.dtype)[..., None] * jnp.array(self.frequencies, x.dtype)  # [B, T, R]
+        # Once for both components of a pair, by a product of matrices. XLA keeps the result of one, but what is as
+        # cheap as a cosine it would compute anew for every head, and everything the positions come from with it.
+        both = np.tile(np.eye(num_pairs, dtype=np.float32), 2)  # [R, 2 R]
+        opposite = np.repeat(np.float32([-1, 1]), num_pairs)
+        cos = einsum("btr,rd->btd", jnp.cos(angles), both * np.float32(self.scale))[:, :, None]
+        sin = einsum("btr,rd->btd", jnp.sin(angles), both * opposite * np.float32(self.scale))[:, :, None]
         first, second, rest = jnp.split(x, [num_pairs, 2 * num_pairs], axis=-1)
-        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+        turned = x[..., : 2 * num_pairs] * cos + jnp.concatenate([second, first], axis=-1) * sin
+        return jnp.concatenate([turned, rest], axis=-1)
 
 
 def _scaled(rope_type: str, frequencies: np.ndarray, options: Mapping[str, Any]) -> tuple[np.ndarray, float]:
