@@ -108,7 +108,7 @@ def prefill(
     row_ids = np.full(num_rows, -1, np.int32)
     row_ids[: len(prompts)] = sequences
     logits = None
-    status = jnp.int32(rcache.Status.OK)
+    status: Any = np.int32(rcache.Status.OK)
     start = 0
     while start < max(map(len, prompts)):
         num_tokens = bucket_of(max(map(len, prompts)) - start, buckets)
@@ -122,8 +122,8 @@ def prefill(
             inside = [offset - start for offset in wanted if start < offset <= start + len(chunk)]
             offsets[row, : len(inside)] = inside
         batch = rcache.make_batch(row_ids, lengths, num_tokens, captures=offsets).replace(status=status)
-        cache, new, status = _run_to_last(model, cache, jnp.asarray(tokens), batch, context=context)
-        logits = new if logits is None else jnp.where(jnp.asarray(lengths > 0)[:, None], new, logits)
+        cache, new, status = _run_to_last(model, cache, tokens, batch, context=context)
+        logits = new if logits is None else jnp.where((lengths > 0)[:, None], new, logits)
         start += num_tokens
         if progress is not None:
             jax.block_until_ready(logits)

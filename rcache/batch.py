@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from rcache.arguments import as_int32, check_integer
@@ -69,15 +70,15 @@ def make_batch(
     check_integer("num_tokens", num_tokens, 0)
     sequences, lengths = as_int32("sequences", sequences, ndim=1), as_int32("lengths", lengths, ndim=1)
     num_rows = sequences.shape[0]
-    none = jnp.full((num_rows, num_tokens), -1, jnp.int32)
-    blocks = jnp.full_like(none, -1) if bidirectional is None else as_int32("bidirectional", bidirectional, ndim=2)
+    none: Any = np.full((num_rows, num_tokens), -1, np.int32)  # on the host, as `as_int32` leaves what is there
+    blocks = none if bidirectional is None else as_int32("bidirectional", bidirectional, ndim=2)
     batch = Batch(
         sequences=sequences,
         lengths=lengths,
         positions=none if positions is None else as_int32("positions", positions, ndim=2),
         captures=none[:, :0] if captures is None else as_int32("captures", captures, ndim=2),
         bidirectional=blocks,
-        status=jnp.int32(Status.OK),
+        status=cast(Any, np.int32(Status.OK)),
     )
     for name, wanted in (
         ("lengths", (num_rows,)),
