@@ -17,7 +17,7 @@ import decoding
 import models
 import rcache
 import verify
-from models import recurrence
+from models import moe, recurrence
 from models.config import ModelConfig
 from models.lfm2 import Lfm2Config
 from models.mixers import CausalConv
@@ -294,19 +294,22 @@ def stepwise(queries, keys, values, log_decay, state, beta):
 
 
 @pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize(("num_tokens", "chunk_size"), [(1, 64), (5, 64), (12, 4), (13, 5), (7, 1)])
-def test_linear_attention_in_chunks_is_the_recurrence(delta, num_tokens, chunk_size):
+def test_linear_attention_in_chunks_is_the_recurrence(delta, group, num_tokens, chunk_size):
     """Chunks that divide and that do not; states before the pass, at ends of chunks, inside them, and at the end."""
     rng = np.random.default_rng(num_tokens)
-    rows, heads, key_dim, value_dim = 2, 3, 4, 6
+    rows, key_heads, key_dim, value_dim = 2, 2, 4, 6
+    heads = key_heads * group
     shape = (rows, num_tokens, heads)
-    queries, keys = rng.normal(size=(*shape, key_dim)), rng.normal(size=(*shape, key_dim))
+    queries, keys = rng.normal(size=(2, rows, num_tokens, key_heads, key_dim))
     keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
     values, log_decay = rng.normal(size=(*shape, value_dim)), -rng.uniform(0, 2, shape)
     beta = rng.uniform(0, 1, shape) if delta else None
     state = rng.normal(size=(rows, heads, key_dim, value_dim))
     offsets = np.stack([[-1, 0, *range(1, num_tokens + 1)], [num_tokens, *range(num_tokens + 1)]]).astype(np.int32)
-    expected, states = stepwise(queries, keys, values, log_decay, state, beta)
+    for_each_head = (np.repeat(x, group, axis=2) for x in (queries, keys))
+    expected, states = stepwise(*for_each_head, values, log_decay, state, beta)
     single = [None if x is None else jnp.asarray(x, jnp.float32) for x in (queries, keys, values, log_decay, state)]
     got, after = recurrence.linear_attention(
         *single,
@@ -345,6 +348,31 @@ def test_linear_recurrence_is_the_recurrence():
     outputs, after = recurrence.linear_recurrence(*single, jnp.asarray(offsets))
     np.testing.assert_allclose(outputs, states[:, 1:], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(after, states[np.arange(2)[:, None], np.maximum(offsets, 0)], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("run", [moe.mixture, moe._chosen_experts, moe._all_experts])
+def test_a_mixture_is_the_weighted_sum_of_each_tokens_experts(run):
+    """However a platform runs it; some experts have no token."""
+    rng = np.random.default_rng(0)
+    num_experts, rows, tokens, size, hidden = 5, 2, 6, 4, 3
+    x = rng.normal(size=(rows, tokens, size))
+    gate, up = rng.normal(size=(2, num_experts, hidden, size))
+    down = rng.normal(size=(num_experts, size, hidden))
+    chosen = rng.permuted(np.tile([0, 1, 3, 4], (rows, tokens, 1)), axis=-1)[..., :2]
+    weights = rng.uniform(0, 1, chosen.shape)
+    expected = np.zeros_like(x)
+    for row, token, place in np.ndindex(chosen.shape):
+        expert, vector = chosen[row, token, place], x[row, token]
+        output = down[expert] @ (np.tanh(gate[expert] @ vector) * (up[expert] @ vector))
+        expected[row, token] += weights[row, token, place] * output
+    act = lambda gate, up: jnp.tanh(gate) * up  # noqa: E731
+    single = [jnp.asarray(value, jnp.float32) for value in (x, weights, gate, up, down)]
+    chosen = jnp.asarray(chosen, jnp.int32)
+    if run is moe.mixture:
+        got = run(single[0], chosen, single[1], tuple(single[2:4]), act, single[4])
+    else:
+        got = run(act, single[0], chosen, single[1], tuple(single[2:4]), single[4])
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
 # Decoding

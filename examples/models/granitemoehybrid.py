@@ -18,7 +18,7 @@ from models.config import ModelConfig, current_layer_types
 from models.language_model import Block, LanguageModel
 from models.layers import Linear, RMSNorm, activation, parameter
 from models.mixers import Mamba2
-from models.moe import grouped_linear, mixture, softmax_top_k
+from models.moe import mixture, softmax_top_k
 from models.passes import Pass
 from models.rope import Rope
 
@@ -104,9 +104,6 @@ class FusedExperts(nnx.Module):
     def __init__(self, *shape: int) -> None:
         self.weight = parameter(*shape)
 
-    def __call__(self, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        return grouped_linear(x, self.weight[...], group_sizes)
-
 
 class SparseMLP(nnx.Module):
     """The likeliest of many experts."""
@@ -120,13 +117,13 @@ class SparseMLP(nnx.Module):
         self.num_active = config.num_experts_per_tok
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        def run(x: jax.Array, group_sizes: jax.Array) -> jax.Array:
-            gate, x = jnp.split(self.input_linear(x, group_sizes), 2, axis=-1)
-            return self.output_linear(self.act(gate) * x, group_sizes)
+        def gated(both: jax.Array) -> jax.Array:
+            gate, up = jnp.split(both, 2, axis=-1)
+            return self.act(gate) * up
 
-        logits = self.router["layer"](x)
-        experts, weights = softmax_top_k(logits, self.num_active, normalized=True)
-        return mixture(x, experts, weights, logits.shape[-1], run)
+        experts, weights = softmax_top_k(self.router["layer"](x), self.num_active, normalized=True)
+        inner, outer = self.input_linear.weight[...], self.output_linear.weight[...]
+        return mixture(x, experts, weights, (inner,), gated, outer)
 
 
 class GraniteMoeHybridBlock(Block):

@@ -3,49 +3,90 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from models.layers import activation, parameter
+from models.layers import activation, einsum, parameter, product
 
 _GROUPED = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
 )
 
 
-def grouped_linear(x: jax.Array, weight: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """`x` f32[M, in], rows of expert 0 first, `group_sizes` i32[E], by `weight` f32[E, out, in]: f32[M, out]."""
-    return lax.ragged_dot_general(x, weight, group_sizes, _GROUPED, precision=lax.Precision.HIGHEST)
-
-
 def mixture(
     x: jax.Array,
     experts: jax.Array,
     weights: jax.Array,
-    num_experts: int,
-    run: Callable[[jax.Array, jax.Array], jax.Array],
+    inner: tuple[jax.Array, ...],
+    act: Callable[..., jax.Array],
+    outer: jax.Array,
 ) -> jax.Array:
-    """The sum over each token's `A` experts of their outputs, times `weights`.
+    """The sum over each token's `A` experts, of `E`, of their outputs times `weights`.
+
+    The output of expert `e` is `outer[e] @ act(...)` of the products `x @ i[e].T`, one for each `i` of `inner`.
 
     Args:
       x: f32[B, T, D].
       experts: i32[B, T, A].
       weights: f32[B, T, A].
-      num_experts: `E`.
-      run: all experts at once, on rows f32[B * T * A, D] that are sorted by expert, with i32[E] of each.
+      inner: f32[E, I, D] each.
+      act: from f32[..., I] each to f32[..., H].
+      outer: f32[E, D, H].
 
     Returns:
       f32[B, T, D].
     """
-    num_active = experts.shape[-1]
+    operands = (x, experts, weights, inner, outer)
+    return lax.platform_dependent(*operands, cpu=partial(_all_experts, act), default=partial(_chosen_experts, act))
+
+
+def _chosen_experts(
+    act: Callable[..., jax.Array],
+    x: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+    inner: tuple[jax.Array, ...],
+    outer: jax.Array,
+) -> jax.Array:
+    """Each token, once for each of its experts, in the order of the experts: those of one stand together."""
+    num_experts, num_active = outer.shape[0], experts.shape[-1]
     order = jnp.argsort(experts.reshape(-1), stable=True)
     group_sizes = jnp.bincount(experts.reshape(-1), length=num_experts).astype(jnp.int32)
-    outputs = run(x.reshape(-1, x.shape[-1])[order // num_active], group_sizes)
+
+    def grouped(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return lax.ragged_dot_general(x, weight, group_sizes, _GROUPED, precision=lax.Precision.HIGHEST)
+
+    rows = x.reshape(-1, x.shape[-1])[order // num_active]
+    outputs = grouped(act(*(grouped(rows, weight) for weight in inner)), outer)
     outputs = outputs[jnp.argsort(order)].reshape(*experts.shape, -1)
-    return sum(outputs[..., a, :] * weights[..., a, None] for a in range(experts.shape[-1]))
+    return jnp.sum(outputs * weights[..., None], axis=-2)
+
+
+def _all_experts(
+    act: Callable[..., jax.Array],
+    x: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+    inner: tuple[jax.Array, ...],
+    outer: jax.Array,
+) -> jax.Array:
+    """Each token through all experts, the others with a weight of zero.
+
+    On CPU XLA has no grouped product: it multiplies every row by every expert, so each token would run `A` times
+    through all of them.
+    """
+    num_experts = outer.shape[0]
+    shares = jnp.sum(jax.nn.one_hot(experts, num_experts, dtype=x.dtype) * weights[..., None], axis=-2)  # [B, T, E]
+
+    def all_of(weight: jax.Array) -> jax.Array:
+        return product(x, weight.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], num_experts, -1)
+
+    hidden = act(*map(all_of, inner)) * shares[..., None]  # [B, T, E, H]
+    return einsum("bteh,edh->btd", hidden, outer)
 
 
 class Experts(nnx.Module):
@@ -60,16 +101,11 @@ class Experts(nnx.Module):
 
     def __call__(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
         """f32[B, T, D], and for each token its experts i32[B, T, A] and their weights, to f32[B, T, D]."""
-
-        def run(x: jax.Array, group_sizes: jax.Array) -> jax.Array:
-            hidden = grouped_linear(x, self.up_proj[...], group_sizes)
-            if hasattr(self, "gate_proj"):
-                hidden = self.act(grouped_linear(x, self.gate_proj[...], group_sizes)) * hidden
-            else:
-                hidden = self.act(hidden)
-            return grouped_linear(hidden, self.down_proj[...], group_sizes)
-
-        return mixture(x, experts, weights, self.up_proj.shape[0], run)
+        up, down = self.up_proj[...], self.down_proj[...]
+        if not hasattr(self, "gate_proj"):
+            return mixture(x, experts, weights, (up,), self.act, down)
+        gated = lambda gate, up: self.act(gate) * up  # noqa: E731
+        return mixture(x, experts, weights, (self.gate_proj[...], up), gated, down)
 
 
 def softmax_top_k(logits: jax.Array, num_active: int, *, normalized: bool) -> tuple[jax.Array, jax.Array]:

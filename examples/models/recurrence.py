@@ -228,4 +228,3 @@ def _unit_lower_inverse(matrix: jax.Array) -> jax.Array:
         corner = -einsum("npij,npjk->npik", last, einsum("npij,npjk->npik", between, first))
         inverses = jnp.block([[first, jnp.zeros_like(corner)], [corner, last]])
     return inverses[:, 0, :size, :size].reshape(*batch, size, size)
-

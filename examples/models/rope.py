@@ -77,10 +77,10 @@ class Rope:
         angles = positions.astype(x.dtype)[..., None] * jnp.array(self.frequencies, x.dtype)  # [B, T, R]
         # Once for both components of a pair, by a product of matrices. XLA keeps the result of one, but what is as
         # cheap as a cosine it would compute anew for every head, and everything the positions come from with it.
-        both = np.tile(np.eye(num_pairs, dtype=np.float32), 2)  # [R, 2 R]
-        opposite = np.repeat(np.float32([-1, 1]), num_pairs)
-        cos = einsum("btr,rd->btd", jnp.cos(angles), both * np.float32(self.scale))[:, :, None]
-        sin = einsum("btr,rd->btd", jnp.sin(angles), both * opposite * np.float32(self.scale))[:, :, None]
+        both = np.tile(np.eye(num_pairs), 2) * self.scale  # [R, 2 R]
+        cos = einsum("btr,rd->btd", jnp.cos(angles), jnp.asarray(both, x.dtype))[:, :, None]
+        opposite = both * np.repeat([-1, 1], num_pairs)
+        sin = einsum("btr,rd->btd", jnp.sin(angles), jnp.asarray(opposite, x.dtype))[:, :, None]
         first, second, rest = jnp.split(x, [num_pairs, 2 * num_pairs], axis=-1)
         turned = x[..., : 2 * num_pairs] * cos + jnp.concatenate([second, first], axis=-1) * sin
         return jnp.concatenate([turned, rest], axis=-1)
