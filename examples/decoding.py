@@ -108,7 +108,7 @@ def prefill(
     row_ids = np.full(num_rows, -1, np.int32)
     row_ids[: len(prompts)] = sequences
     logits = None
-    status: Any = np.int32(rcache.Status.OK)
+    status = jnp.int32(rcache.Status.OK)  # as those that passes return: other kinds of arguments compile anew
     start = 0
     while start < max(map(len, prompts)):
         num_tokens = bucket_of(max(map(len, prompts)) - start, buckets)
