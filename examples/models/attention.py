@@ -18,6 +18,7 @@ from models.rope import Rope
 
 BLOCK_SCORES = 1 << 19  # at a time, of all heads: what a processor's nearer caches hold
 FEWEST_QUERIES = 128  # at a time, so that products of matrices are worth the name
+FEWEST_WINDOWED = 64  # the same where a window is smaller: more of them would see mostly what is not for them
 KEY_WIDTHS = 4  # over one of so many numbers of keys
 
 
@@ -90,16 +91,25 @@ class Attention(nnx.Module):
         else:
             cache = rcache.put(cache, forward, layer, keys, values)
             keys, values, mask = rcache.get(cache, forward, layer)  # [B, X, H, D], [B, X, H, Dv], [B, T, X]
-        attended = attend(queries, keys, values, mask, scale=self.scale)
+        attended = attend(queries, keys, values, mask, scale=self.scale, sliding_window=self.sliding_window)
         if self.gated:
             attended = attended * jax.nn.sigmoid(gate)
         return self.o_proj(attended.reshape(*x.shape[:2], -1)), cache
 
 
-def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array, *, scale: float) -> jax.Array:
+def attend(
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    mask: jax.Array,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+) -> jax.Array:
     """Softmax attention of `queries` f32[B, T, H * G, D] to `keys` f32[B, X, H, D] where `mask` bool[B, T, X].
 
-    Query heads `h * G .. h * G + G - 1` share key head `h`. Returns f32[B, T, H * G, Dv].
+    Query heads `h * G .. h * G + G - 1` share key head `h`. Returns f32[B, T, H * G, Dv]. The mask alone
+    decides what is seen; `sliding_window` says how much that is at most.
 
     Many queries run in blocks of a row, so that a block's scores stay near the processor; and over no more keys than
     those from the first to the last that any of them sees, rounded up to one of a few widths.
@@ -113,15 +123,20 @@ def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Arr
         attended = _weighted(scores, values.swapaxes(1, 2), mask)
         return jnp.moveaxis(attended, 3, 1).reshape(num_rows, num_tokens, num_heads, -1)
     grouped, keys, values = jnp.moveaxis(grouped * scale, 1, 3), keys.swapaxes(1, 2), values.swapaxes(1, 2)
-    attended = lax.map(lambda row: _attend_row(*row), (grouped, keys, values, mask))  # [B, T, H, G, Dv]
+    size = max(BLOCK_SCORES // (num_heads * keys.shape[2]), FEWEST_QUERIES)
+    if sliding_window is not None:
+        size = min(size, max(sliding_window, FEWEST_WINDOWED))
+    size = min(size, num_tokens)
+    attended = lax.map(lambda row: _attend_row(*row, size=size), (grouped, keys, values, mask))  # [B, T, H, G, Dv]
     return attended.reshape(num_rows, num_tokens, num_heads, -1)
 
 
-def _attend_row(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array) -> jax.Array:
-    """One row: `queries` [H, G, T, D], scaled, `keys` [H, X, D] and `values` [H, X, Dv] to [T, H, G, Dv]."""
+def _attend_row(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array, *, size: int) -> jax.Array:
+    """One row: `queries` [H, G, T, D], scaled, `keys` [H, X, D] and `values` [H, X, Dv] to [T, H, G, Dv].
+
+    In blocks of `size` queries.
+    """
     num_tokens, num_keys = mask.shape
-    num_heads = queries.shape[0] * queries.shape[1]
-    size = min(max(BLOCK_SCORES // (num_heads * num_keys), FEWEST_QUERIES), num_tokens)
     padding = (0, -num_tokens % size)
     queries = jnp.pad(queries, ((0, 0), (0, 0), padding, (0, 0)))
     queries = jnp.moveaxis(queries.reshape(*queries.shape[:2], -1, size, queries.shape[3]), 2, 0)
