@@ -350,7 +350,7 @@ def test_linear_recurrence_is_the_recurrence():
     np.testing.assert_allclose(after, states[np.arange(2)[:, None], np.maximum(offsets, 0)], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("run", [moe.mixture, moe._chosen_experts, moe._all_experts])
+@pytest.mark.parametrize("run", [moe.chosen_experts, moe.all_experts, None])
 def test_a_mixture_is_the_weighted_sum_of_each_tokens_experts(run):
     """However a platform runs it; some experts have no token."""
     rng = np.random.default_rng(0)
@@ -367,11 +367,9 @@ def test_a_mixture_is_the_weighted_sum_of_each_tokens_experts(run):
         expected[row, token] += weights[row, token, place] * output
     act = lambda gate, up: jnp.tanh(gate) * up  # noqa: E731
     single = [jnp.asarray(value, jnp.float32) for value in (x, weights, gate, up, down)]
-    chosen = jnp.asarray(chosen, jnp.int32)
-    if run is moe.mixture:
-        got = run(single[0], chosen, single[1], tuple(single[2:4]), act, single[4])
-    else:
-        got = run(act, single[0], chosen, single[1], tuple(single[2:4]), single[4])
+    x, weights, gate, up, down = single
+    routed = moe.Routed(x, jnp.asarray(chosen, jnp.int32), weights, (gate, up), down)
+    got = moe.mixture(*routed[:4], act, down) if run is None else run(act, routed)
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 

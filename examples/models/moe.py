@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,19 +41,23 @@ def mixture(
     Returns:
       f32[B, T, D].
     """
-    operands = (x, experts, weights, inner, outer)
-    return lax.platform_dependent(*operands, cpu=partial(_all_experts, act), default=partial(_chosen_experts, act))
+    routed = Routed(x, experts, weights, inner, outer)
+    return lax.platform_dependent(routed, cpu=partial(all_experts, act), default=partial(chosen_experts, act))
 
 
-def _chosen_experts(
-    act: Callable[..., jax.Array],
-    x: jax.Array,
-    experts: jax.Array,
-    weights: jax.Array,
-    inner: tuple[jax.Array, ...],
-    outer: jax.Array,
-) -> jax.Array:
+class Routed(NamedTuple):
+    """What a mixture is made of, but for the function between its products; shapes as in `mixture`."""
+
+    x: jax.Array
+    experts: jax.Array
+    weights: jax.Array
+    inner: tuple[jax.Array, ...]
+    outer: jax.Array
+
+
+def chosen_experts(act: Callable[..., jax.Array], routed: Routed) -> jax.Array:
     """Each token, once for each of its experts, in the order of the experts: those of one stand together."""
+    x, experts, weights, inner, outer = routed
     num_experts, num_active = outer.shape[0], experts.shape[-1]
     order = jnp.argsort(experts.reshape(-1), stable=True)
     group_sizes = jnp.bincount(experts.reshape(-1), length=num_experts).astype(jnp.int32)
@@ -66,19 +71,13 @@ def _chosen_experts(
     return jnp.sum(outputs * weights[..., None], axis=-2)
 
 
-def _all_experts(
-    act: Callable[..., jax.Array],
-    x: jax.Array,
-    experts: jax.Array,
-    weights: jax.Array,
-    inner: tuple[jax.Array, ...],
-    outer: jax.Array,
-) -> jax.Array:
+def all_experts(act: Callable[..., jax.Array], routed: Routed) -> jax.Array:
     """Each token through all experts, the others with a weight of zero.
 
     On CPU XLA has no grouped product: it multiplies every row by every expert, so each token would run `A` times
     through all of them.
     """
+    x, experts, weights, inner, outer = routed
     num_experts = outer.shape[0]
     shares = jnp.sum(jax.nn.one_hot(experts, num_experts, dtype=x.dtype) * weights[..., None], axis=-2)  # [B, T, E]
 
