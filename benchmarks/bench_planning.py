@@ -172,18 +172,71 @@ def plan_operations() -> list[Measure]:
 
 
 def capture() -> list[Measure]:
-    """Eight steps of a token, each of which leaves a checkpoint in every row, over eight that leave none."""
+    """Tokens after which every row leaves a checkpoint, over tokens that leave none.
+
+    Each of eight tokens planned by itself; and a run of 64 that ends in one, as decoding does. What a checkpoint costs
+    is that the next state goes elsewhere. So beside them, the same on plain arrays: one program, told to write where
+    it read, or to the next of as many places as checkpoints and sequence hold.
+    """
     layers = (rcache.Layer({"state": rcache.State(bench_states.STATE)}),) * NUM_LAYERS
+    often, never = (rcache.CheckpointPolicy(NUM_KEPT, min_position, interval=1) for min_position in (0, 2**20))
+    step = bench_states.delta_update
+    tokens = bench_states.tokens()
+    few_tokens = jax.tree.map(lambda x: x[:NUM_CAPTURED], tokens)
 
-    def call(policy: rcache.CheckpointPolicy) -> Call:
+    def pooled(decode: Callable, policy: rcache.CheckpointPolicy, tokens: bench_states.Token) -> Call:
         config = rcache.Config(layers, NUM_ROWS, 2**20, num_slots=4 * NUM_ROWS, checkpoints=policy)
-        tokens = jax.tree.map(lambda x: x[:8], bench_states.tokens())
-        return carried(partial(bench_states.decode_by_pass, bench_states.delta_update), rcache.init(config), tokens)
+        return carried(partial(decode, step), rcache.init(config), tokens)
 
-    calls = {
-        "every token": call(rcache.CheckpointPolicy(count=2, min_position=0, interval=1)),
-        "none": call(rcache.CheckpointPolicy(count=2, min_position=2**20, interval=1)),
-    }
-    times = in_turn(calls, rounds=81)
-    ratio = median_ratio(times["every token"], times["none"])
-    return [Measure("capture", ratio, goal=1.05, seconds=medians(times, 8))]
+    def plain(places: np.ndarray) -> Call:
+        pool = jnp.zeros((NUM_LAYERS, 4 * NUM_ROWS, *bench_states.STATE), jnp.float32)
+        return carried(partial(_decode_from_place_to_place, step), pool, few_tokens, jnp.asarray(places, jnp.int32))
+
+    def ratio(name: str, calls: dict[str, Call], num_tokens: int, goal: float | None = None) -> Measure:
+        times = in_turn(calls, rounds=81)
+        value = median_ratio(times["checkpoints"], times["none"])
+        return Measure(name, value, goal=goal, seconds=medians(times, num_tokens))
+
+    by_pass, by_run = bench_states.decode_by_pass, bench_states.decode_by_run
+    in_place = np.zeros(NUM_CAPTURED + 1)
+    return [
+        ratio(
+            "capture",
+            {"checkpoints": pooled(by_pass, often, few_tokens), "none": pooled(by_pass, never, few_tokens)},
+            NUM_CAPTURED,
+            goal=1.05,
+        ),
+        ratio(
+            "capture, plain arrays",
+            {"checkpoints": plain(np.arange(NUM_CAPTURED + 1) % (NUM_KEPT + 1)), "none": plain(in_place)},
+            NUM_CAPTURED,
+        ),
+        ratio(
+            "capture, at the end of a run",
+            {"checkpoints": pooled(by_run, often, tokens), "none": pooled(by_run, never, tokens)},
+            bench_states.NUM_STEPS,
+            goal=1.05,
+        ),
+    ]
+
+
+NUM_CAPTURED = 8  # tokens, each with a checkpoint of its own
+NUM_KEPT = 2  # checkpoints of a sequence
+
+
+def _decode_from_place_to_place(
+    step: bench_states.Step, pool: jax.Array, tokens: bench_states.Token, places: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Steps on `pool` [L, S, *state], the first from row block `places[0]` to `places[1]`, and so on."""
+    rows = jnp.arange(NUM_ROWS, dtype=jnp.int32)
+
+    def one(pool: jax.Array, here: tuple[bench_states.Token, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        token, source, target = here
+        total = jnp.float32(0)
+        for layer in range(NUM_LAYERS):
+            output, state = step(pool[layer, source * NUM_ROWS + rows], token)
+            pool = pool.at[layer, target * NUM_ROWS + rows].set(state, unique_indices=True, mode="promise_in_bounds")
+            total += jnp.sum(output)
+        return pool, total
+
+    return lax.scan(one, pool, (tokens, places[:-1], places[1:]))
