@@ -48,9 +48,20 @@ def machine() -> str:
     """What this ran on."""
     devices = jax.devices()
     return (
-        f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, jax {jax.__version__}, "
+        f"{processor()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, jax {jax.__version__}, "
         f"{len(devices)} x {devices[0].device_kind}"
     )
+
+
+def processor() -> str:
+    """Its architecture, and on Linux its name and how wide its vectors are: libraries have code for each width."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    known = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    vectors = [name for name in ("avx512f", "avx2") if name in known.get("flags", "").split()]
+    return ", ".join([platform.machine(), *filter(None, [known.get("model name")]), *vectors[:1]])
 
 
 def main() -> None:

@@ -152,6 +152,19 @@ def poisoned(cache: rcache.Cache) -> rcache.Cache:
     return cache.replace(states=states, keys=keys, values=values)
 
 
+def in_chunks(
+    texts: Mapping[int, Sequence[int]], starts: Mapping[int, int], *, chunk: int, captures: Mapping[int, Sequence[int]]
+) -> Iterator[tuple[dict[int, Sequence[int]], dict[int, list[int]]]]:
+    """Passes of at most `chunk` tokens, all sequences side by side: the tokens of each, and the offsets to capture.
+
+    `starts`: how many tokens a sequence holds before; `captures`: lengths of a sequence to keep a checkpoint at.
+    """
+    for begin in range(0, max(map(len, texts.values())), chunk):
+        now = {sequence: text[begin : begin + chunk] for sequence, text in texts.items() if len(text) > begin}
+        offsets = {s: [length - starts[s] - begin for length in captures.get(s, ())] for s in now}
+        yield now, {s: [offset for offset in offsets[s] if 1 <= offset <= len(now[s])] for s in now}
+
+
 class Lineage(Pair):
     """One cache through a scenario. Its payload begins as NaN, so that nothing unwritten can pass for a value."""
 
@@ -236,13 +249,9 @@ class Lineage(Pair):
         self, texts: Mapping[int, Sequence[int]], *, chunk: int = CHUNK, captures: Mapping[int, Sequence[int]] = {}
     ) -> None:
         """Passes of at most `chunk` tokens, all sequences side by side. `captures`: tokens of the sequence so far."""
-        rest = {sequence: list(text) for sequence, text in texts.items()}
-        while rest:
-            now = {sequence: text[:chunk] for sequence, text in rest.items()}
-            wanted = {s: [c - self.length(s) for c in captures.get(s, ())] for s in now}
-            wanted = {s: [c for c in offsets if 1 <= c <= len(now[s])] for s, offsets in wanted.items()}
-            self.run(now, captures=wanted)
-            rest = {sequence: text[chunk:] for sequence, text in rest.items() if text[chunk:]}
+        starts = {sequence: self.length(sequence) for sequence in texts}
+        for now, offsets in in_chunks(texts, starts, chunk=chunk, captures=captures):
+            self.run(now, captures=offsets)
 
     def fork(self, src: int, dst: int, length: int | None = None, *, got: int | None = None) -> None:
         """`copy_prefix`, which must give `got` tokens (all of `length`, unless said otherwise)."""

@@ -27,7 +27,7 @@ import models
 import rcache
 from models.attention import Attention
 from rcache import Status, table as tables
-from tests.oracle import poisoned, same_caches as same_bits
+from tests.oracle import in_chunks, poisoned, same_caches as same_bits
 
 HF = Path(__file__).parent / "data" / "hf"
 FAMILIES = tuple(
@@ -194,13 +194,9 @@ class Lineage:
         self, texts: Mapping[int, Sequence[int]], *, chunk: int = CHUNK, captures: Mapping[int, Sequence[int]] = {}
     ) -> None:
         """Passes of at most `chunk` tokens, side by side. `captures`: lengths of a sequence to keep a checkpoint at."""
-        rest = {sequence: list(text) for sequence, text in texts.items()}
-        while rest:
-            now = {sequence: text[:chunk] for sequence, text in rest.items()}
-            wanted = {s: [c - len(self.tokens(s)) for c in captures.get(s, ())] for s in now}
-            wanted = {s: [c for c in offsets if 1 <= c <= len(now[s])] for s, offsets in wanted.items()}
-            self.run(now, captures=wanted)
-            rest = {sequence: text[chunk:] for sequence, text in rest.items() if text[chunk:]}
+        starts = {sequence: len(self.tokens(sequence)) for sequence in texts}
+        for now, offsets in in_chunks(texts, starts, chunk=chunk, captures=captures):
+            self.run(now, captures=offsets)
 
     def fork(self, src: int, dst: int, length: int | None = None, *, got: int | None = None) -> None:
         """`copy_prefix`, which must give `got` tokens (all of `length`, unless said otherwise)."""
