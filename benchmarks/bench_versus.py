@@ -44,7 +44,7 @@ def versus() -> list[Measure]:
         import torch
         import transformers
     except ImportError as error:
-        raise Unavailable("PyTorch and transformers are not installed: pip install 'rcache[bench]'") from error
+        raise Unavailable("PyTorch and transformers are not installed: pip install -e '.[bench]'") from error
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning)

@@ -26,7 +26,6 @@ def draw(measures: Sequence[Measure], folder: Path) -> list[Path]:
     """Writes a PNG and an SVG of each plot whose numbers are all there; returns the paths."""
     plots: dict[str, Callable[[dict[str, Measure]], None]] = {"decode": _decode, "bookkeeping": _bookkeeping}
     plots |= {"versus": _versus}
-    folder.mkdir(parents=True, exist_ok=True)
     written, named = [], {measure.name: measure for measure in measures}
     with mpl.rc_context(STYLE):
         for name, plot in plots.items():

@@ -71,7 +71,12 @@ def main() -> None:
     parser.add_argument("--plots", type=Path, metavar="DIR", help="write plots of what was measured, and results.json")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(BENCHMARKS):
-        parser.error(f"no benchmark {', '.join(sorted(unknown))}")
+        parser.error(f"no benchmark {', '.join(sorted(unknown))}: there are {', '.join(BENCHMARKS)}")
+    if arguments.plots:
+        try:  # before all is measured
+            import plots
+        except ImportError as error:
+            parser.error(f"--plots: {error}: pip install -e '.[bench]'")
     measures, left_out = [], {}
     for name in arguments.names or BENCHMARKS:
         try:
@@ -91,10 +96,9 @@ def main() -> None:
     }
     print(json.dumps(results) if arguments.json else results["machine"])
     if arguments.plots:
-        import plots  # needs matplotlib
-
-        plots.draw(measures, arguments.plots)
+        arguments.plots.mkdir(parents=True, exist_ok=True)
         (arguments.plots / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+        plots.draw(measures, arguments.plots)
 
 
 if __name__ == "__main__":

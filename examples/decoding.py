@@ -294,9 +294,8 @@ def _generate(
             generated, active = choose(generated, forward.lengths > 0, logits[:, 0])
             return run, generated, active, index + 1
 
-        before = generated.lengths
         run, generated, still, _ = lax.while_loop(token_goes_on, step, (run, generated, active, jnp.int32(0)))
-        cache = rcache.finish_run(run, generated.lengths - before)
+        cache = rcache.finish_run(run)
         ok = status == rcache.Status.OK
         is_answer = ok | (num_tokens == 1)
         return (

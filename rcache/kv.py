@@ -58,8 +58,8 @@ def put(
             continue
         assert isinstance(held, jax.Array)
         stored.append(payload.write_pages(payload.copy_pages(held, row, plan), row, plan, forward.positions, new))
-    new_keys, new_values = {**cache.keys, group.key: stored[0]}, {**cache.values, group.key: stored[1]}
-    return cast(CacheT, cache.replace(keys=new_keys, values=new_values))
+    grown = {"keys": {**cache.keys, group.key: stored[0]}, "values": {**cache.values, group.key: stored[1]}}
+    return cast(CacheT, cache.after(forward, **grown) if isinstance(cache, Run) else cache.replace(**grown))
 
 
 def get(
@@ -68,7 +68,8 @@ def get(
     """What the queries of this pass may see.
 
     Args:
-      cache: the cache, after `put`.
+      cache: the cache, after `put`, which also makes its own what the sequence shares of its last page: without it,
+        older tokens on that page may read wrong.
       forward: the plan of this pass.
       layer: index into `config.layers`; may be traced.
       like: as in `put`.

@@ -17,6 +17,7 @@ from flax import struct
 from jax import lax
 
 from rcache import pages as paging, payload, pool as pools, table as tables
+from rcache.arguments import as_int32
 from rcache.batch import Batch, Rows
 from rcache.cache import Cache
 from rcache.config import Config
@@ -35,6 +36,7 @@ class Run(struct.PyTreeNode):
 
     cache: Cache  # slots and pages are taken, shared pages copied; lengths and checkpoints are those before the run
     plan: Forward  # of all its tokens
+    came: jax.Array  # i32[B]: how many of them layers have written so far
     states: dict[str, Layers]  # [B, *shape] of each layer of a state group
     keys: dict[str, Layers]  # [B, H, X, D] of each layer of an attention group: what its queries may see
     values: dict[str, Layers]  # [B, H, X, Dv]
@@ -42,6 +44,10 @@ class Run(struct.PyTreeNode):
     @property
     def config(self) -> Config:
         return self.cache.config
+
+    def after(self, forward: Forward, **payload: dict[str, Layers]) -> Run:
+        """The run with what a layer has written of the token of `forward`, which has come with that."""
+        return self.replace(came=forward.starts + forward.lengths - self.plan.starts, **payload)
 
 
 CacheT = TypeVar("CacheT", bound="Cache | Run")
@@ -91,23 +97,27 @@ def start_run(
             read = partial(payload.read_pages, pool[kv_group.key], plan=pages, kept=kept)
             taken[kv_group.key] = of_layers(len(kv_group.layers), read)
     cache = cache.replace(table=table, keys=pooled_keys, values=pooled_values)
-    return Run(cache, plan, states, keys, values), status
+    return Run(cache, plan, jnp.zeros_like(plan.starts), states, keys, values), status
 
 
 def run_token(run: Run, index: int | jax.Array, active: jax.Array | None = None) -> Forward:
     """The plan of one token of a run, for its layers: a pass of `B` rows of one token.
 
+    A row has the token if it has had all tokens before it: one that leaves a token out has ended.
+
     Args:
-      run: the run.
+      run: the run, with what the layers have written of the tokens before.
       index: i32[] which of its `T` tokens: 0, 1, ... in order.
-      active: bool[B] rows that have this token; None: all that the batch gave as many. A row that leaves a token out
-        has ended: it gets none of the later ones.
+      active: bool[B] rows that have this token; None: all that the batch gave as many.
     """
-    plan, index = run.plan, jnp.asarray(index, jnp.int32)
-    has = index < plan.lengths
+    plan, index = run.plan, as_int32("index", index, ndim=0)
+    has = (index < plan.lengths) & (index == run.came)
     if active is not None:
+        active = jnp.asarray(active)
+        if active.shape != has.shape or active.dtype != jnp.bool_:
+            raise AssertionError(f"active must be bool{list(has.shape)}, got {active.dtype}{list(active.shape)}")
         has &= active
-    starts = plan.starts + index
+    starts = plan.starts + run.came
     nothing = jnp.zeros((has.shape[0], 0), jnp.int32)
     none = jnp.full(has.shape, NONE, jnp.int32)
     return Forward(
@@ -132,18 +142,14 @@ def run_token(run: Run, index: int | jax.Array, active: jax.Array | None = None)
     )
 
 
-def finish_run(run: Run, lengths: jax.Array | None = None) -> Cache:
-    """The cache with the tokens of a run, as if they had come in one pass.
+def finish_run(run: Run) -> Cache:
+    """The cache with the tokens of a run that came, as if they had come in one pass.
 
-    Checkpoints are captured as at the end of a pass. What was taken for tokens that did not come is given back.
-
-    Args:
-      run: after its last token.
-      lengths: i32[B] tokens that came of each row; None: all that were planned. A row to which none came keeps its
-        value, though perhaps in a slot of its own.
+    Those are the tokens whose plan a row had and whose states, keys and values the layers wrote. Checkpoints are
+    captured as at the end of a pass. What was taken for tokens that did not come is given back. A row to which none
+    came keeps its value, though perhaps in a slot of its own.
     """
-    config, plan = run.config, run.plan
-    lengths = plan.lengths if lengths is None else jnp.clip(lengths, 0, plan.lengths)
+    config, plan, lengths = run.config, run.plan, run.came
     table, write_slots = _finish_run(run.cache.table, plan, lengths, config)
     states = {
         key: _from_layers(buffer, run.states[key], partial(payload.write_rows, slots=write_slots))

@@ -104,7 +104,8 @@ def update_state(
             slots = forward.capture_slots.reshape(-1)
             buffer = payload.write_rows(buffer, row, slots, at_offsets.reshape(-1, *group.state.shape))
         buffers[group.key] = buffer
-    return cast(CacheT, cache.replace(states=buffers))
+    grown = cache.after(forward, states=buffers) if isinstance(cache, Run) else cache.replace(states=buffers)
+    return cast(CacheT, grown)
 
 
 def ensure_writable(cache: Cache, forward: Forward) -> tuple[Cache, Forward]:

@@ -67,7 +67,7 @@ def run_step(
         return run, (read, visible)
 
     run, (read, visible) = jax.lax.scan(one, run, jnp.arange(tokens.shape[1], dtype=jnp.int32))
-    return rcache.finish_run(run, came), run.plan, status, read, visible
+    return rcache.finish_run(run), run.plan, status, read, visible
 
 
 def layers(cache: Any, forward: rcache.Forward, tokens: jax.Array) -> tuple[Any, dict, dict]:

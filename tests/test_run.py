@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import rcache
-from tests.differential import NUM_TOKENS, add_offset, run_step, step
+from tests.differential import NUM_TOKENS, add_offset, layers, run_step, step
 from tests.small import CONFIG, QUERIES, batch, same_tree, tokens, used
 
 
@@ -73,6 +73,41 @@ def test_a_refused_run_changes_nothing():
     assert status == rcache.Status.DUPLICATE_SEQUENCE
     assert not rcache.run_token(refused, 0).token_mask.any()
     same_tree("cache", rcache.finish_run(refused), cache)
+
+
+def test_what_came_is_what_layers_wrote():
+    """A run that ends early, and tokens out of order: nobody has to say how many came."""
+    cache = used()
+    unused, status = rcache.start_run(cache, run_batch([0, 1, 2, 3], [6, 6, 6, 6]))
+    rcache.raise_if_error(status)
+    unused = rcache.finish_run(unused)  # its rows may have slots of their own now, and nothing else
+    assert rcache.lengths(unused).tolist() == rcache.lengths(cache).tolist()
+    passes = [step(c, tokens(9), pass_batch([0, 1, 2, 3], [1, 1, 1, 1])) for c in (unused, cache)]
+    same_tree("read and seen", passes[0][3:], passes[1][3:])
+
+    def three_of_six(cache, indices):
+        run_, status = rcache.start_run(cache, run_batch([0, 1, 2, 3], [6, 6, 2, 0]))
+        for index in indices:
+            token = jax.lax.dynamic_slice_in_dim(tokens(5), max(index, 0), 1, axis=1)
+            run_, _, _ = layers(run_, rcache.run_token(run_, index), token)
+        return rcache.finish_run(run_), status
+
+    by_pass = step(used(), tokens(5), pass_batch([0, 1, 2, 3], [3, 3, 2, 0]))[0]
+    for indices in ((0, 1, 2), (-1, 0, 0, 2, 1, 5, 2, 0)):  # before the first, twice, not yet, and too late
+        by_run, status = jax.jit(three_of_six, static_argnums=1)(used(), indices)
+        rcache.raise_if_error(status)
+        same_cache(by_run, by_pass)
+
+
+def test_a_token_is_checked_like_other_arguments():
+    run_, _ = rcache.start_run(used(), run_batch([0, 1, 2, 3], [1, 1, 1, 1]))
+    assert rcache.run_token(run_, 0, [True, False, True, False]).lengths.tolist() == [1, 0, 1, 0]
+    for active in (jnp.array([True]), jnp.array(True), jnp.ones((4, 1), bool), jnp.ones(4, jnp.int32)):
+        with pytest.raises(AssertionError, match=r"active must be bool\[4\]"):
+            rcache.run_token(run_, 0, active)
+    for index in (0.0, jnp.zeros(1, jnp.int32), True):
+        with pytest.raises(ValueError, match="index must be an integer"):
+            rcache.run_token(run_, index)
 
 
 def test_later_operations_see_nothing_of_tokens_that_did_not_come():
