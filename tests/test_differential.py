@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 import rcache
 from tests.differential import NUM_CAPTURES, NUM_TOKENS, Pair
 
-NUM_OPERATIONS = int(os.environ.get("RCACHE_RANDOM_OPERATIONS", "3000"))
+NUM_OPERATIONS = int(os.environ.get("RCACHE_RANDOM_OPERATIONS", "1600"))
 STEPS = 50
 POLICY = rcache.CheckpointPolicy(count=3, min_position=2, interval=3)
 
