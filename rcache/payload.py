@@ -21,6 +21,8 @@ def check_plan(cache: Any, forward: Forward) -> None:
     """Refuses a plan made for a cache of another config, or a run's for a cache and the other way round."""
     if isinstance(cache, Cache) == forward.in_run:
         raise ValueError("a run goes with the plans of run_token, a cache with those of start_forward")
+    if forward.in_run and forward.lengths.shape != cache.plan.lengths.shape:
+        raise ValueError("this plan of a token belongs to another run, of other rows: call run_token on this run")
     if forward.config != cache.config:
         raise ValueError("this Forward was planned for a cache of another config: call start_forward on this cache")
 

@@ -128,6 +128,9 @@ def test_plans_and_caches_that_do_not_belong_together_are_refused():
             rcache.read_state(other, plan, 0)
         with pytest.raises(ValueError, match="a run goes with the plans of run_token"):
             rcache.get(other, plan, 1)
+    one_row, _ = rcache.start_run(cache, run_batch([0], [1]))
+    with pytest.raises(ValueError, match="belongs to another run, of other rows"):
+        rcache.read_state(run_, rcache.run_token(one_row, 0), 0)
     with pytest.raises(ValueError, match="takes no captures"):
         rcache.start_run(cache, batch([0], [1]))
     with pytest.raises(ValueError, match="context must be"):
