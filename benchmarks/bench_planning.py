@@ -171,6 +171,10 @@ def plan_operations() -> list[Measure]:
     ]
 
 
+NUM_CAPTURED = 8  # tokens, each with a checkpoint of its own
+NUM_KEPT = 2  # checkpoints of a sequence
+
+
 def capture() -> list[Measure]:
     """Tokens after which every row leaves a checkpoint, over tokens that leave none.
 
@@ -218,10 +222,6 @@ def capture() -> list[Measure]:
             goal=1.05,
         ),
     ]
-
-
-NUM_CAPTURED = 8  # tokens, each with a checkpoint of its own
-NUM_KEPT = 2  # checkpoints of a sequence
 
 
 def _decode_from_place_to_place(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -14,7 +12,7 @@ from rcache.cache import Cache
 from rcache.config import KVGroup, PageGroup
 from rcache.forward import Forward
 from rcache.indexing import NONE, look_up
-from rcache.run import CacheT, Run
+from rcache.run import CacheT, Run, written
 from rcache.shift import Shift
 
 
@@ -58,8 +56,8 @@ def put(
             continue
         assert isinstance(held, jax.Array)
         stored.append(payload.write_pages(payload.copy_pages(held, row, plan), row, plan, forward.positions, new))
-    grown = {"keys": {**cache.keys, group.key: stored[0]}, "values": {**cache.values, group.key: stored[1]}}
-    return cast(CacheT, cache.after(forward, **grown) if isinstance(cache, Run) else cache.replace(**grown))
+    new_keys, new_values = {**cache.keys, group.key: stored[0]}, {**cache.values, group.key: stored[1]}
+    return written(cache, forward, keys=new_keys, values=new_values)
 
 
 def get(

@@ -7,9 +7,9 @@ planning and moving are paid once for all tokens, and a step costs what it costs
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -45,12 +45,14 @@ class Run(struct.PyTreeNode):
     def config(self) -> Config:
         return self.cache.config
 
-    def after(self, forward: Forward, **payload: dict[str, Layers]) -> Run:
-        """The run with what a layer has written of the token of `forward`, which has come with that."""
-        return self.replace(came=forward.starts + forward.lengths - self.plan.starts, **payload)
-
 
 CacheT = TypeVar("CacheT", bound="Cache | Run")
+
+
+def written(cache: CacheT, forward: Forward, **buffers: Mapping[str, Layers]) -> CacheT:
+    """`cache` with what a layer has written. In a run, the token of `forward` has come with that."""
+    came = {"came": forward.starts + forward.lengths - cache.plan.starts} if isinstance(cache, Run) else {}
+    return cast(CacheT, cache.replace(**buffers, **came))
 
 
 def start_run(

@@ -7,7 +7,6 @@ the state is read from one slot, changed as a whole, and written to another.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
 
 import chex
 import jax
@@ -19,7 +18,7 @@ from rcache.cache import Cache
 from rcache.config import StateGroup
 from rcache.forward import Forward
 from rcache.indexing import NONE
-from rcache.run import CacheT, Run
+from rcache.run import CacheT, Run, written
 
 
 def read_state(
@@ -104,8 +103,7 @@ def update_state(
             slots = forward.capture_slots.reshape(-1)
             buffer = payload.write_rows(buffer, row, slots, at_offsets.reshape(-1, *group.state.shape))
         buffers[group.key] = buffer
-    grown = cache.after(forward, states=buffers) if isinstance(cache, Run) else cache.replace(states=buffers)
-    return cast(CacheT, grown)
+    return written(cache, forward, states=buffers)
 
 
 def ensure_writable(cache: Cache, forward: Forward) -> tuple[Cache, Forward]:

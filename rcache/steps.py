@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import chex
 import jax
@@ -13,7 +13,7 @@ from jax import lax
 
 from rcache import payload
 from rcache.forward import Forward
-from rcache.run import CacheT, Run
+from rcache.run import CacheT, Run, written
 from rcache.states import groups_of, read_state, update_state
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def step_state(
     states[group.key], output = _step_slots(
         states[group.key], jnp.int32(row), forward, step, inputs, output, kernel, interpret
     )
-    return cast(CacheT, cache.replace(states=states)), output
+    return written(cache, forward, states=states), output
 
 
 def _step_slots(
